@@ -1,0 +1,100 @@
+#!/bin/sh
+# Installs what a part of this project needs, and nothing that is there already:
+#
+#   scripts/install_deps.sh build       compiler, make, JSON headers
+#   scripts/install_deps.sh test        GoogleTest, clang-format
+#   scripts/install_deps.sh plot        Python with numpy and matplotlib
+#   scripts/install_deps.sh reference   PyTorch, for the reference model
+#
+# Several groups may be named at once. Debian and Ubuntu through apt, as root or through sudo; elsewhere it says what
+# would be needed. It never asks a question.
+set -eu
+
+say() { printf 'install_deps.sh: %s\n' "$*"; }
+fail() {
+  say "$*" >&2
+  exit 1
+}
+
+usage() {
+  sed -n '2,/^set/s/^# \{0,1\}//p' "$0"
+}
+
+apt_packages() {
+  case "$1" in
+    build) echo "g++ make nlohmann-json3-dev" ;;
+    test) echo "libgtest-dev clang-format" ;;
+    plot) echo "python3 python3-numpy python3-matplotlib" ;;
+    reference) echo "python3 python3-numpy python3-torch" ;;
+  esac
+}
+
+brew_packages() {
+  case "$1" in
+    build) echo "libomp make nlohmann-json" ;;
+    test) echo "googletest clang-format" ;;
+    plot) echo "python numpy python-matplotlib" ;;
+    reference) echo "python numpy pytorch" ;;
+  esac
+}
+
+installed() {
+  [ "$(dpkg-query -W -f '${db:Status-Status}' "$1" 2>/dev/null)" = installed ]
+}
+
+# Keeps the words that are not installed, each once.
+missing() {
+  for package in "$@"; do
+    installed "$package" || echo "$package"
+  done | sort -u | tr '\n' ' ' | sed 's/ $//'
+}
+
+# The command before apt-get: nothing for root, sudo for others; fails where there is neither.
+as_root() {
+  if [ "$(id -u)" = 0 ]; then
+    "$@"
+  else
+    sudo "$@"
+  fi
+}
+
+# $1 is a list of packages.
+apt_install() {
+  # shellcheck disable=SC2086  # one word for each package
+  as_root env DEBIAN_FRONTEND=noninteractive apt-get install -y --no-install-recommends $1
+}
+
+main() {
+  apt="" brew=""
+  [ $# -gt 0 ] || { usage >&2; exit 2; }
+  for group in "$@"; do
+    case "$group" in
+      build | test | plot | reference) ;;
+      -h | --help) usage; exit 0 ;;
+      *) say "no group '$group'; there are build, test, plot and reference" >&2; exit 2 ;;
+    esac
+    apt="$apt $(apt_packages "$group")"
+    brew="$brew $(brew_packages "$group")"
+  done
+
+  if ! command -v apt-get >/dev/null || ! command -v dpkg-query >/dev/null; then
+    if command -v brew >/dev/null; then
+      fail "this is not Debian or Ubuntu; install what is missing with: brew install$brew"
+    fi
+    fail "this is not Debian or Ubuntu; install what corresponds to:$apt"
+  fi
+
+  # shellcheck disable=SC2086
+  needed=$(missing $apt)
+  [ -n "$needed" ] || exit 0
+  if [ "$(id -u)" != 0 ] && ! sudo -n true 2>/dev/null; then
+    fail "these packages are missing and this user may not install them; run: sudo apt-get install -y $needed"
+  fi
+  say "installing $needed"
+  apt_install "$needed" && exit 0
+  say "trying again with fresh package lists"
+  as_root apt-get update
+  apt_install "$needed" || fail "apt-get could not install: $needed"
+}
+
+main "$@"

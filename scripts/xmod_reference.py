@@ -1,0 +1,420 @@
+"""X-MoD in PyTorch, written to be read: what the C++ and CUDA trainer computes, in its shortest form.
+
+    model = XMod(Config(arch="xmod", active_layers=8, token_sparsity=4, anchor_stride=1))
+    output = model(tokens, targets)            # output.logits, output.loss, output.routes
+
+The names of the tensors are those of our checkpoints, so `model.load_state_dict` takes them as they are.
+Runs with PyTorch >= 1.13. scripts/dump_reference.py turns it into the files that the C++ tests compare with,
+scripts/bench_vs_pytorch.py into the opponent of a race.
+"""
+
+import json
+import math
+from dataclasses import asdict, dataclass, field, fields
+
+try:
+    import torch
+except ImportError:
+    raise SystemExit("xmod_reference.py needs PyTorch: pip install torch (or apt install python3-torch)")
+from torch import nn
+from torch.nn import functional as F
+
+# ---------------------------------------------------------------------------------------------------------
+# Configuration and layer plan
+
+
+@dataclass
+class Config:
+    """The keys of config.json: first Hugging Face's, then ours. The defaults are the `tiny` preset."""
+
+    hidden_size: int = 128  # d
+    num_attention_heads: int = 2  # H
+    num_key_value_heads: int = 1  # KV
+    head_dim: int = 64  # hd
+    intermediate_size: int = 384  # F
+    vocab_size: int = 256  # V
+    max_position_embeddings: int = 256  # T
+    rope_theta: float = 10000.0
+    rms_norm_eps: float = 1e-6
+
+    arch: str = "xmod"  # dense | mod | xmod
+    active_layers: int = 8  # dense layers + sparse layers / K: what a token passes through
+    dense_prefix: int = 2  # P
+    token_sparsity: int = 4  # K: a sparse layer processes 1/K of the tokens
+    anchor_stride: int = 1  # A: sparse units between two dense anchors
+    anchors: bool = True
+    residual_gate: bool = True
+    residual_gate_init: float = 1.0
+    token_bias_strength: float = 1.0  # gamma; 0 for no token-choice bias
+
+    layer_pattern: str = ""  # both are derived from the above; a value that contradicts it is refused
+    num_hidden_layers: int = 0
+
+    def __post_init__(self):
+        if self.arch == "dense":
+            self.residual_gate, self.token_bias_strength = False, 0.0
+        if self.arch == "mod":  # plain Mixture-of-Depths has the router, but neither the gate nor the bias
+            self.residual_gate, self.token_bias_strength = False, 0.0
+        plan = layer_plan(self)
+        if self.layer_pattern not in ("", plan):
+            raise ValueError(f"config: layer_pattern is {self.layer_pattern}, but its other keys give {plan}")
+        if self.num_hidden_layers not in (0, len(plan)):
+            raise ValueError(f"config: num_hidden_layers is {self.num_hidden_layers}, the plan has {len(plan)}")
+        self.layer_pattern, self.num_hidden_layers = plan, len(plan)
+
+    @classmethod
+    def from_json(cls, text):
+        """Read config.json; keys that do not matter to the model (torch_dtype ...) are passed over."""
+        known = {f.name for f in fields(cls)}
+        return cls(**{key: value for key, value in json.loads(text).items() if key in known})
+
+    def to_json(self):
+        dense = self.arch == "dense"
+        return json.dumps(
+            dict(
+                architectures=["Qwen3ForCausalLM" if dense else "XModForCausalLM"],
+                model_type="qwen3" if dense else "xmod",
+                tie_word_embeddings=True,
+                hidden_act="silu",
+                attention_bias=False,
+                torch_dtype="float32",
+                **asdict(self),
+            )
+        )
+
+
+def layer_plan(config):
+    """The model as a string, one letter a layer: D dense (all tokens), S sparse (one token in K)."""
+    active, K, A = config.active_layers, config.token_sparsity, config.anchor_stride
+    if config.arch == "dense":
+        return "D" * active
+    if config.arch == "mod":  # D S D S ... D: the largest n with (n + 1) + n/K <= active
+        n = (active - 1) * K // (K + 1)
+        return "DS" * n + "D"
+    if config.arch == "xmod":  # a prefix, then units of one active layer each: an anchor or K sparse layers
+        units = active - config.dense_prefix
+        is_anchor = [config.anchors and (u % (A + 1) == 0 or u == units) for u in range(1, units + 1)]
+        return "D" * config.dense_prefix + "".join("D" if anchor else "S" * K for anchor in is_anchor)
+    raise ValueError(f"config: arch is {config.arch!r}, expected dense, mod or xmod")
+
+
+# ---------------------------------------------------------------------------------------------------------
+# The Qwen3 block
+
+
+def rmsnorm(x, eps):
+    return x * torch.rsqrt(x.square().mean(-1, keepdim=True) + eps)
+
+
+class RMSNorm(nn.Module):
+    def __init__(self, size, eps):
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(size))
+        self.eps = eps
+
+    def forward(self, x):
+        return rmsnorm(x, self.eps) * self.weight
+
+
+def rope_table(config, T, like):
+    """cos and sin of position * theta^(-2i/hd): (2, 1, T, hd/2)."""
+    exponent = torch.arange(0, config.head_dim, 2, dtype=torch.float64, device=like.device) / config.head_dim
+    position = torch.arange(T, dtype=torch.float64, device=like.device)
+    angle = torch.outer(position, config.rope_theta**-exponent)
+    return torch.stack([angle.cos(), angle.sin()]).unsqueeze(1).to(like.dtype)
+
+
+def apply_rope(x, rope):
+    """Turn the pairs (x[i], x[i + hd/2]) of x (B, heads, n, hd) by the angles of their tokens."""
+    cos, sin = rope.unsqueeze(2)  # (B or 1, 1, n, hd/2) each
+    a, b = x.chunk(2, dim=-1)
+    return torch.cat([a * cos - b * sin, b * cos + a * sin], dim=-1)
+
+
+def causal_attention(q, k, v):
+    """Row i of q (B, H, n, hd) looks at the rows 0..i of k and v (B, H, n, hd)."""
+    if hasattr(F, "scaled_dot_product_attention"):  # PyTorch 2
+        return F.scaled_dot_product_attention(q, k, v, is_causal=True)
+    n, hd = q.shape[-2:]
+    future = torch.ones(n, n, dtype=torch.bool, device=q.device).triu(1)
+    score = (q / math.sqrt(hd)) @ k.transpose(-2, -1)
+    return score.masked_fill(future, -math.inf).softmax(-1) @ v
+
+
+class Attention(nn.Module):
+    """Grouped-query attention: H query heads share KV key/value heads; q and k are normalised per head."""
+
+    def __init__(self, config):
+        super().__init__()
+        d, self.hd = config.hidden_size, config.head_dim
+        self.H, self.KV = config.num_attention_heads, config.num_key_value_heads
+        self.q_proj = nn.Linear(d, self.H * self.hd, bias=False)
+        self.k_proj = nn.Linear(d, self.KV * self.hd, bias=False)
+        self.v_proj = nn.Linear(d, self.KV * self.hd, bias=False)
+        self.o_proj = nn.Linear(self.H * self.hd, d, bias=False)
+        self.q_norm = RMSNorm(self.hd, config.rms_norm_eps)
+        self.k_norm = RMSNorm(self.hd, config.rms_norm_eps)
+
+    def forward(self, x, rope):
+        B, n, _ = x.shape
+        q = self.q_proj(x).view(B, n, self.H, self.hd).transpose(1, 2)
+        k = self.k_proj(x).view(B, n, self.KV, self.hd).transpose(1, 2)
+        v = self.v_proj(x).view(B, n, self.KV, self.hd).transpose(1, 2)
+        q, k = apply_rope(self.q_norm(q), rope), apply_rope(self.k_norm(k), rope)
+        group = self.H // self.KV  # query head h uses key/value head h // group
+        k, v = k.repeat_interleave(group, dim=1), v.repeat_interleave(group, dim=1)
+        y = causal_attention(q, k, v)
+        return self.o_proj(y.transpose(1, 2).reshape(B, n, self.H * self.hd))
+
+
+class SwiGLU(nn.Module):
+    def __init__(self, d, size):
+        super().__init__()
+        self.gate_proj = nn.Linear(d, size, bias=False)
+        self.up_proj = nn.Linear(d, size, bias=False)
+        self.down_proj = nn.Linear(size, d, bias=False)
+
+    def forward(self, x):
+        return self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))
+
+
+# ---------------------------------------------------------------------------------------------------------
+# Layers: which rows of the residual stream x (B, T, d) a block updates, and by how much
+
+
+class DenseLayer(nn.Module):
+    """x += Block(x) - x, every token."""
+
+    def __init__(self, config):
+        super().__init__()
+        self.config = config
+        self.input_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
+        self.self_attn = Attention(config)
+        self.post_attention_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
+        self.mlp = SwiGLU(config.hidden_size, config.intermediate_size)
+
+    def update(self, x, rope):
+        """What the block adds to the rows x (B, n, d), which attend to one another only."""
+        attention = self.self_attn(self.input_layernorm(x), rope)
+        return attention + self.mlp(self.post_attention_layernorm(x + attention))
+
+    def forward(self, x, rope):
+        return x + self.update(x, rope)
+
+
+class Router(nn.Module):
+    """Scores tokens by s = w . RMSNorm(x), in fp32 at least; the threshold is for causal routing."""
+
+    def __init__(self, config):
+        super().__init__()
+        self.eps = config.rms_norm_eps
+        self.weight = nn.Parameter(torch.empty(1, config.hidden_size))
+        self.register_buffer("threshold", torch.zeros(1))
+
+    def forward(self, x):
+        x = x.to(torch.promote_types(x.dtype, torch.float32))
+        return (rmsnorm(x, self.eps) @ self.weight.to(x.dtype).T).squeeze(-1)  # (B, T)
+
+
+@dataclass
+class Route:
+    """What a sparse layer decided."""
+
+    score: torch.Tensor  # u (B, T): router logit + token-choice bias
+    selected: torch.Tensor  # (B, T) bool
+    kth_score: torch.Tensor  # (B,): the C-th largest u of each sequence
+
+
+class SparseLayer(DenseLayer):
+    """x_t += alpha * 2 sigmoid(s_t) * (Block(x_S) - x_S)_t for the selected tokens S; the others rest."""
+
+    def __init__(self, config):
+        super().__init__(config)
+        self.router = Router(config)
+        if config.residual_gate:
+            self.residual_gate = nn.Parameter(torch.ones(1))  # alpha
+
+    def forward(self, x, rope, bias, routing):
+        T = x.size(1)
+        C = -(-T // self.config.token_sparsity)  # ceil(T / K)
+        s = self.router(x)
+        u = s.detach() + bias
+        ranked, order = u.sort(dim=1, descending=True, stable=True)  # stable: ties to the earlier token
+        if routing == "topk":  # looks at the whole sequence: C tokens, in position order
+            index = order[:, :C].sort(dim=1).values
+            selected = torch.zeros_like(u, dtype=torch.bool).scatter(1, index, True)
+            x = self.update_selected(x, s, index, rope)
+        else:  # "threshold", causal: as many as it takes, so one sequence after the other
+            selected = u > self.router.threshold
+            x = torch.cat(
+                [
+                    self.update_selected(x[b : b + 1], s[b : b + 1], selected[b].nonzero().T, rope)
+                    for b in range(x.size(0))
+                ]
+            )
+        return x, Route(u, selected, ranked[:, C - 1])
+
+    def update_selected(self, x, s, index, rope):
+        """The tokens `index` (B, C) keep the rope angles of their original positions."""
+        rows = index.unsqueeze(-1).expand(-1, -1, x.size(-1))  # (B, C, d)
+        update = self.update(x.gather(1, rows), rope[:, 0, index])
+        gate = 2 * torch.sigmoid(s.gather(1, index))
+        if self.config.residual_gate:
+            gate = gate * self.residual_gate
+        return x.scatter_add(1, rows, (gate.unsqueeze(-1) * update).to(x.dtype))
+
+
+class TokenBalance:
+    """The token-choice bias of an interval, the run of sparse layers between two dense ones.
+
+    A token selected c times in j layers, where j/K is its fair share, gets -gamma * (c - j/K). It depends on
+    the token's own past only, hence stays causal, and carries no gradient.
+    """
+
+    def __init__(self, config):
+        self.config = config
+        self.count = 0.0  # c, (B, T) from the first sparse layer on
+        self.layers = 0  # j
+
+    def bias(self):
+        return -self.config.token_bias_strength * (self.count - self.layers / self.config.token_sparsity)
+
+    def add(self, selected):
+        self.count = self.count + selected.float()
+        self.layers += 1
+
+
+# ---------------------------------------------------------------------------------------------------------
+# The model
+
+
+@dataclass
+class Output:
+    logits: torch.Tensor  # (B, T, V)
+    loss: torch.Tensor = None  # mean cross-entropy, if targets were given
+    routes: dict = field(default_factory=dict)  # layer number -> Route
+
+
+class XMod(nn.Module):
+    LAYERS = {"D": DenseLayer, "S": SparseLayer}  # by letter of the plan
+
+    def __init__(self, config, seed=0):
+        super().__init__()
+        self.config = config
+        layers = [self.LAYERS[letter](config) for letter in config.layer_pattern]
+        self.model = nn.ModuleDict(
+            dict(
+                embed_tokens=nn.Embedding(config.vocab_size, config.hidden_size),  # also the output head
+                layers=nn.ModuleList(layers),
+                norm=RMSNorm(config.hidden_size, config.rms_norm_eps),
+            )
+        )
+        self.init_weights(seed)
+
+    @torch.no_grad()
+    def init_weights(self, seed):
+        """Norms stay 1. The matrices that write to the residual stream are scaled down by its depth."""
+        generator = torch.Generator().manual_seed(seed)
+        for name, p in self.named_parameters():
+            if name.endswith("residual_gate"):
+                p.fill_(self.config.residual_gate_init)
+            elif "embed_tokens" in name:
+                p.normal_(0, 0.02, generator=generator)
+            elif "router" in name:
+                p.normal_(0, 0.5 / math.sqrt(p.size(1)), generator=generator)
+            elif p.dim() == 2:
+                std = 1 / math.sqrt(p.size(1))
+                if "o_proj" in name or "down_proj" in name:
+                    std /= math.sqrt(2 * self.config.active_layers)
+                p.normal_(0, std, generator=generator)
+
+    def forward(self, tokens, targets=None, routing="topk"):
+        """tokens and targets (B, T); routing is "topk" (training) or "threshold" (causal)."""
+        embedding = self.model["embed_tokens"]
+        x = embedding(tokens)
+        rope = rope_table(self.config, tokens.size(1), like=x)
+        routes, balance = {}, TokenBalance(self.config)
+        for number, layer in enumerate(self.model["layers"]):
+            if isinstance(layer, SparseLayer):
+                x, routes[number] = layer(x, rope, balance.bias(), routing)
+                balance.add(routes[number].selected)
+            else:
+                x, balance = layer(x, rope), TokenBalance(self.config)
+        logits = F.linear(self.model["norm"](x), embedding.weight)
+        loss = None if targets is None else F.cross_entropy(logits.flatten(0, 1), targets.flatten())
+        return Output(logits, loss, routes)
+
+
+# ---------------------------------------------------------------------------------------------------------
+# Training
+
+
+def newton_schulz(U):
+    """Five steps that push every singular value of the matrices U (..., rows, cols) towards 1."""
+    if U.size(-2) > U.size(-1):
+        return newton_schulz(U.transpose(-2, -1)).transpose(-2, -1)
+    X = U / (torch.linalg.matrix_norm(U, keepdim=True) + 1e-7)
+    for _ in range(5):
+        A = X @ X.transpose(-2, -1)
+        X = 3.4445 * X + (-4.7750 * A + 2.0315 * A @ A) @ X
+    return X
+
+
+class Muon(torch.optim.Optimizer):
+    """Momentum, orthogonalised: each matrix moves by 0.2 sqrt(max(rows, cols)) times a near-orthogonal one."""
+
+    def __init__(self, params, lr, momentum=0.95, weight_decay=0.0):
+        super().__init__(params, dict(lr=lr, momentum=momentum, weight_decay=weight_decay))
+
+    @torch.no_grad()
+    def step(self):
+        for group in self.param_groups:
+            by_shape = {}  # matrices of equal shape are orthogonalised as one batch
+            for p in group["params"]:
+                by_shape.setdefault(p.shape, []).append(p)
+            for (rows, cols), params in by_shape.items():
+                update = newton_schulz(torch.stack([self.nesterov(p, group["momentum"]) for p in params]))
+                for p, O in zip(params, update):
+                    p.mul_(1 - group["lr"] * group["weight_decay"])
+                    p.sub_(O, alpha=group["lr"] * 0.2 * math.sqrt(max(rows, cols)))
+
+    def nesterov(self, p, beta):
+        if p not in self.state:
+            self.state[p]["momentum"] = torch.zeros_like(p)
+        M = self.state[p]["momentum"].lerp_(p.grad, 1 - beta)  # beta M + (1 - beta) G
+        return p.grad.lerp(M, beta)  # (1 - beta) G + beta M
+
+
+class Trainer:
+    """Muon on the hidden matrices; AdamW on embedding, norms, routers and gates, of which only the embedding
+    decays; gradients clipped by their global norm; thresholds that follow the C-th largest scores."""
+
+    def __init__(self, model, lr=3.2e-3, adamw_lr=3.2e-3, weight_decay=0.1, momentum=0.95, betas=(0.9, 0.95),
+                 eps=1e-8, grad_clip=1.0, threshold_decay=0.99):
+        hidden, embedding, rest = [], [], []
+        for name, p in model.named_parameters():
+            (hidden if "_proj." in name else embedding if "embed_tokens." in name else rest).append(p)
+        adamw_groups = [dict(params=embedding, weight_decay=weight_decay), dict(params=rest, weight_decay=0.0)]
+        self.muon = Muon(hidden, lr, momentum, weight_decay)
+        self.adamw = torch.optim.AdamW(adamw_groups, adamw_lr, betas, eps)
+        self.model, self.grad_clip, self.threshold_decay, self.steps = model, grad_clip, threshold_decay, 0
+
+    def step(self, tokens, targets):
+        """One optimizer step; returns the Output of its forward pass and the norm of the unclipped gradient."""
+        self.model.zero_grad(set_to_none=True)
+        output = self.model(tokens, targets)
+        output.loss.backward()
+        grad_norm = nn.utils.clip_grad_norm_(self.model.parameters(), self.grad_clip)
+        self.muon.step()
+        self.adamw.step()
+        self.steps += 1
+        self.update_thresholds(output.routes)
+        return output, grad_norm
+
+    @torch.no_grad()
+    def update_thresholds(self, routes):
+        """Exponential moving average; dividing by 1 - decay^n makes it a plain mean in the beginning."""
+        weight = (1 - self.threshold_decay) / (1 - self.threshold_decay**self.steps)
+        for number, route in routes.items():
+            threshold = self.model.model["layers"][number].router.threshold
+            threshold.lerp_(route.kth_score.mean().to(threshold.dtype), weight)

@@ -1,0 +1,290 @@
+// The matrix product against a plain one in double precision, and the promises it makes about bits: no
+// dependence on threads, on other rows or on the place of a row, nothing skipped, nothing written beside C.
+#include "xmod/cpu_matmul.h"
+
+#include <gtest/gtest.h>
+
+#include <cmath>
+#include <limits>
+#include <random>
+#include <string>
+#include <vector>
+
+namespace xmod {
+namespace {
+
+constexpr float kNan = std::numeric_limits<float>::quiet_NaN();
+constexpr float kInf = std::numeric_limits<float>::infinity();
+constexpr float kSentinel = 12345.0f;
+
+// Wider than one panel and than two, deeper than one K block and than two, more rows than one task.
+const std::vector<int64_t> kRows = {1, 2, 7, 8, 9, 130, 261};
+const std::vector<int64_t> kCols = {1, 3, 16, 17, 47, 49, 97, 150};
+const std::vector<int64_t> kDepths = {1, 2, 15, 33, 255, 300, 800};
+
+std::vector<float> random_values(int64_t count, uint32_t seed) {
+  std::mt19937 random(seed);
+  std::normal_distribution<float> normal;
+  std::vector<float> values(count);
+  for (float& value : values) value = normal(random);
+  return values;
+}
+
+// An operand in memory of its own; its padding is NaN, so that reading it shows.
+struct Matrix {
+  int64_t rows, cols;
+  bool is_transposed;
+  int64_t stride;
+  std::vector<float> data;
+
+  Matrix(int64_t rows, int64_t cols, bool is_transposed, int64_t padding, uint32_t seed)
+      : rows(rows),
+        cols(cols),
+        is_transposed(is_transposed),
+        stride((is_transposed ? rows : cols) + padding) {
+    const std::vector<float> values = random_values(rows * cols, seed);
+    data.assign((is_transposed ? cols : rows) * stride, kNan);
+    for (int64_t i = 0; i < rows; i++) {
+      for (int64_t j = 0; j < cols; j++) at(i, j) = values[i * cols + j];
+    }
+  }
+  float& at(int64_t i, int64_t j) { return data[is_transposed ? j * stride + i : i * stride + j]; }
+  float at(int64_t i, int64_t j) const { return data[is_transposed ? j * stride + i : i * stride + j]; }
+  Operand operand() const {
+    return is_transposed ? transposed(data.data(), stride) : stored(data.data(), stride);
+  }
+};
+
+// C with sentinels before and after it and between its rows.
+struct Guarded {
+  static constexpr int64_t kGuard = 64;
+  int64_t rows, cols, stride;
+  std::vector<float> data;
+
+  Guarded(int64_t rows, int64_t cols, int64_t padding, const std::vector<float>& values)
+      : rows(rows), cols(cols), stride(cols + padding), data(rows * stride + 2 * kGuard, kSentinel) {
+    for (int64_t i = 0; i < rows; i++) {
+      for (int64_t j = 0; j < cols; j++) at(i, j) = values[i * cols + j];
+    }
+  }
+  float* c() { return data.data() + kGuard; }
+  float& at(int64_t i, int64_t j) { return data[kGuard + i * stride + j]; }
+
+  void expect_untouched_outside(const std::string& where) const {
+    for (int64_t i = 0; i < int64_t(data.size()); i++) {
+      const int64_t offset = i - kGuard;
+      const bool inside = offset >= 0 && offset < rows * stride && offset % stride < cols;
+      if (!inside) ASSERT_EQ(data[i], kSentinel) << where << ": offset " << offset << " was written";
+    }
+  }
+};
+
+std::vector<float> multiply(const Matrix& a, const Matrix& b) {
+  std::vector<float> c(a.rows * b.cols, kNan);
+  MatmulScratch scratch;
+  matmul(c.data(), b.cols, a.operand(), b.operand(), a.rows, b.cols, a.cols, scratch);
+  return c;
+}
+
+// Bitwise, NaN included.
+void expect_same_bits(const float* x, const float* y, int64_t count, const std::string& what) {
+  EXPECT_EQ(std::memcmp(x, y, count * sizeof(float)), 0) << what;
+}
+
+void check_against_double(int64_t M, int64_t N, int64_t K, bool a_transposed, bool b_transposed, float alpha,
+                          bool accumulate, MatmulScratch& scratch) {
+  const std::string where = "M " + std::to_string(M) + " N " + std::to_string(N) + " K " + std::to_string(K) +
+                            (a_transposed ? " A^T" : " A") + (b_transposed ? " B^T" : " B") + " alpha " +
+                            std::to_string(alpha) + (accumulate ? " accumulate" : "");
+  const Matrix a(M, K, a_transposed, M % 4, 1), b(K, N, b_transposed, N % 3, 2);
+  const std::vector<float> before = accumulate ? random_values(M * N, 3) : std::vector<float>(M * N, kNan);
+  Guarded c(M, N, K % 5, before);
+  matmul(c.c(), c.stride, a.operand(), b.operand(), M, N, K, scratch, {alpha, accumulate});
+  for (int64_t i = 0; i < M; i++) {
+    for (int64_t j = 0; j < N; j++) {
+      double sum = 0, magnitude = 0;
+      for (int64_t k = 0; k < K; k++) {
+        sum += double(a.at(i, k)) * b.at(k, j);
+        magnitude += std::abs(double(a.at(i, k)) * b.at(k, j));
+      }
+      const double start = accumulate ? before[i * N + j] : 0.0;
+      const double bound = 1e-6 * (std::abs(alpha) * magnitude + std::abs(start));
+      ASSERT_NEAR(c.at(i, j), start + alpha * sum, bound) << where << " at " << i << ", " << j;
+    }
+  }
+  c.expect_untouched_outside(where);
+}
+
+TEST(CpuMatmul, EqualsADoubleProductInEveryLayoutAndShape) {
+  MatmulScratch scratch;  // one for all: it must not remember earlier shapes
+  int64_t turn = 0;
+  for (int64_t M : kRows) {
+    for (int64_t N : kCols) {
+      for (int64_t K : kDepths) {
+        const int64_t layout = turn++ % 4;
+        check_against_double(M, N, K, layout & 1, layout & 2, turn % 3 ? 1.0f : -0.75f, turn % 2, scratch);
+      }
+    }
+  }
+  for (int layout = 0; layout < 4; layout++) {
+    for (bool accumulate : {false, true}) {
+      for (float alpha : {1.0f, -2.5f}) {
+        check_against_double(37, 77, 290, layout & 1, layout & 2, alpha, accumulate, scratch);
+        check_against_double(144, 128, 384, layout & 1, layout & 2, alpha, accumulate, scratch);
+      }
+    }
+  }
+}
+
+// More columns than one slab of packed B holds, and more depth than a slab of so many columns.
+TEST(CpuMatmul, EqualsADoubleProductWhereBIsPackedInSeveralSlabs) {
+  MatmulScratch scratch;
+  for (int layout = 0; layout < 4; layout++) {
+    check_against_double(3, 4113, 1300, layout & 1, layout & 2, 1.0f, layout & 2, scratch);
+  }
+}
+
+TEST(CpuMatmul, ReadsOperandsOfAnyStrides) {
+  const Matrix wide_a(19, 3 * 40, false, 0, 1), wide_b(40, 2 * 50, false, 0, 2);
+  Matrix a(19, 40, false, 0, 1), b(40, 50, false, 0, 2);
+  for (int64_t i = 0; i < 19; i++) {
+    for (int64_t k = 0; k < 40; k++) a.at(i, k) = wide_a.at(i, 3 * k);
+  }
+  for (int64_t k = 0; k < 40; k++) {
+    for (int64_t j = 0; j < 50; j++) b.at(k, j) = wide_b.at(k, 2 * j);
+  }
+  std::vector<float> c(19 * 50, kNan);
+  MatmulScratch scratch;
+  matmul(c.data(), 50, {wide_a.data.data(), wide_a.stride, 3}, {wide_b.data.data(), wide_b.stride, 2}, 19, 50,
+         40, scratch);
+  expect_same_bits(c.data(), multiply(a, b).data(), 19 * 50, "every third and every second column");
+}
+
+TEST(CpuMatmul, LayoutDoesNotChangeABit) {
+  const Matrix a(45, 700, false, 3, 1), b(700, 130, false, 5, 2);
+  const Matrix at(45, 700, true, 1, 1), bt(700, 130, true, 2, 2);
+  const std::vector<float> expected = multiply(a, b);
+  expect_same_bits(multiply(at, b).data(), expected.data(), 45 * 130, "A^T B");
+  expect_same_bits(multiply(a, bt).data(), expected.data(), 45 * 130, "A B^T");
+  expect_same_bits(multiply(at, bt).data(), expected.data(), 45 * 130, "A^T B^T");
+}
+
+// K = 1 routing must equal a dense layer, and a batch its rows: a row's result is its own.
+TEST(CpuMatmul, ARowDoesNotDependOnOtherRowsNorOnItsPlace) {
+  for (bool a_transposed : {false, true}) {
+    for (int64_t N : {16, 47, 130}) {
+      const int64_t M = 261, K = 600;
+      const Matrix a(M, K, a_transposed, 0, 1), b(K, N, true, 0, 2);
+      const std::vector<float> all = multiply(a, b);
+      for (int64_t first : {0, 1, 5, 8, 100, 127, 255, 260}) {
+        for (int64_t wanted : {1, 3, 8, 13}) {
+          const int64_t rows = std::min(wanted, M - first);
+          std::vector<float> some(rows * N, kNan);
+          MatmulScratch scratch;
+          matmul(some.data(), N, a.operand().from(first, 0), b.operand(), rows, N, K, scratch);
+          expect_same_bits(some.data(), &all[first * N], rows * N,
+                           "rows " + std::to_string(first) + " + " + std::to_string(rows));
+        }
+      }
+    }
+  }
+}
+
+TEST(CpuMatmul, NanAndInfinityReachExactlyTheirRowAndColumn) {
+  const int64_t M = 21, N = 53, K = 270;
+  for (int layout = 0; layout < 4; layout++) {
+    Matrix a(M, K, layout & 1, 2, 1), b(K, N, layout & 2, 2, 2);
+    for (int64_t j = 0; j < N; j++) b.at(130, j) = 0.0f;
+    for (int64_t i = 0; i < M; i++) a.at(i, 269) = 0.0f;
+    a.at(20, 130) = kNan;  // times zero
+    b.at(269, 52) = kInf;  // zero times it
+    const std::vector<float> c = multiply(a, b);
+    for (int64_t i = 0; i < M; i++) {
+      for (int64_t j = 0; j < N; j++) {
+        EXPECT_EQ(std::isnan(c[i * N + j]), i == 20 || j == 52)
+            << "layout " << layout << " at " << i << ", " << j;
+      }
+    }
+  }
+  Matrix a(M, K, false, 0, 1), b(K, N, false, 0, 2);
+  for (int64_t j = 0; j < N; j++) b.at(0, j) = 1.0f;
+  a.at(3, 0) = -kInf;
+  const std::vector<float> c = multiply(a, b);
+  for (int64_t j = 0; j < N; j++) EXPECT_EQ(c[3 * N + j], -kInf);
+}
+
+TEST(CpuMatmul, AccumulatingKeepsANanThatWasThere) {
+  const Matrix a(9, 20, false, 0, 1), b(20, 33, false, 0, 2);
+  std::vector<float> c(9 * 33, 0.0f);
+  c[8 * 33 + 32] = kNan;
+  MatmulScratch scratch;
+  matmul(c.data(), 33, a.operand(), b.operand(), 9, 33, 20, scratch, {.accumulate = true});
+  for (int64_t i = 0; i < 9 * 33; i++) EXPECT_EQ(std::isnan(c[i]), i == 8 * 33 + 32) << i;
+}
+
+TEST(CpuMatmul, AnEmptyReductionGivesZeroOrLeavesCAsItWas) {
+  MatmulScratch scratch;
+  Guarded overwritten(3, 5, 2, std::vector<float>(15, kNan));
+  matmul(overwritten.c(), 7, stored(nullptr, 0), stored(nullptr, 5), 3, 5, 0, scratch);
+  Guarded kept(3, 5, 2, std::vector<float>(15, 4.0f));
+  matmul(kept.c(), 7, stored(nullptr, 0), stored(nullptr, 5), 3, 5, 0, scratch, {.accumulate = true});
+  for (int64_t i = 0; i < 3; i++) {
+    for (int64_t j = 0; j < 5; j++) {
+      EXPECT_EQ(overwritten.at(i, j), 0.0f);
+      EXPECT_EQ(kept.at(i, j), 4.0f);
+    }
+  }
+  overwritten.expect_untouched_outside("K = 0");
+  matmul(nullptr, 5, stored(nullptr, 3), stored(nullptr, 5), 0, 5, 3, scratch);
+  matmul(nullptr, 0, stored(nullptr, 3), stored(nullptr, 0), 4, 0, 3, scratch);
+}
+
+#ifdef _OPENMP
+class Threads {
+ public:
+  explicit Threads(int count) : before_(omp_get_max_threads()) { omp_set_num_threads(count); }
+  ~Threads() { omp_set_num_threads(before_); }
+
+ private:
+  int before_;
+};
+
+TEST(CpuMatmul, TheNumberOfThreadsDoesNotChangeABit) {
+  struct Shape {
+    int64_t M, N, K;
+  };
+  for (const Shape& s : {Shape{300, 130, 520}, Shape{20, 2000, 130}, Shape{130, 70, 3000}}) {
+    for (int layout = 0; layout < 4; layout++) {
+      const Matrix a(s.M, s.K, layout & 1, 0, 1), b(s.K, s.N, layout & 2, 0, 2);
+      std::vector<float> one;
+      for (int threads : {1, 2, 3, 16}) {
+        Threads scope(threads);
+        const std::vector<float> c = multiply(a, b);
+        if (threads == 1) one = c;
+        expect_same_bits(c.data(), one.data(), s.M * s.N, std::to_string(threads) + " threads");
+      }
+    }
+  }
+}
+
+// The optimizer multiplies many small matrices at a time, one a thread.
+TEST(CpuMatmul, RunsSeriallyInsideAParallelRegion) {
+  const int64_t M = 128, N = 128, K = 384, count = 6;
+  std::vector<std::vector<float>> results(count, std::vector<float>(M * N, kNan));
+  const Matrix a(M, K, true, 0, 1), b(K, N, true, 0, 2);
+  const std::vector<float> expected = multiply(a, b);
+  Threads scope(3);
+#pragma omp parallel
+  {
+    MatmulScratch scratch;
+#pragma omp for
+    for (int64_t i = 0; i < count; i++) {
+      matmul(results[i].data(), N, a.operand(), b.operand(), M, N, K, scratch);
+    }
+  }
+  for (const std::vector<float>& c : results) expect_same_bits(c.data(), expected.data(), M * N, "nested");
+}
+#endif
+
+}  // namespace
+}  // namespace xmod

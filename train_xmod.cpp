@@ -1,0 +1,755 @@
+// train_xmod: X-MoD on the CPU. This file is the CPU backend, every forward and backward pass as a plain
+// function in reading order, and main.
+//
+// What runs the passes, and in which order, stands in xmod/model.h; the training loop in xmod/trainer.h.
+// Both are shared with the CUDA backend, which supplies the same passes under the same signatures.
+//
+// Shapes: n rows (tokens a layer works on), d model width, V vocabulary, H query heads, KV key/value heads,
+// hd head size, F FFN width, B sequences, T tokens of a sequence, C tokens a sparse layer selects from each.
+//
+// Every sum runs in an order that depends on the shapes alone, so results are the same bit for bit whatever
+// the number of threads.
+#include <algorithm>
+#include <cmath>
+#include <cstdint>
+#include <cstring>
+#include <functional>
+#include <limits>
+#include <new>
+#include <vector>
+
+#ifdef _OPENMP
+#include <omp.h>
+#endif
+
+#include "xmod/cpu_attention.h"
+#include "xmod/cpu_matmul.h"
+#include "xmod/cpu_rows.h"
+#include "xmod/cpu_vector.h"
+#include "xmod/model.h"
+#include "xmod/optimizer.h"
+
+namespace xmod {
+
+class CpuBackend {
+ public:
+  using floatX = float;  // of activations and weights inside products
+  static constexpr const char* kName = "cpu";
+
+  static int threads() {
+#ifdef _OPENMP
+    return omp_get_max_threads();
+#else
+    return 1;
+#endif
+  }
+
+  // ------------------------------------------------------------------------------------------------
+  // memory
+
+  template <class T>
+  T* allocate(int64_t n) {
+    return static_cast<T*>(::operator new(static_cast<size_t>(n) * sizeof(T), kAlignment));
+  }
+  template <class T>
+  void release(T* data) {
+    ::operator delete(data, kAlignment);
+  }
+  template <class T>
+  void zero(T* data, int64_t n) {
+    if (n > 0) std::memset(data, 0, static_cast<size_t>(n) * sizeof(T));
+  }
+  template <class T>
+  void copy(T* out, const T* inp, int64_t n) {
+    if (n > 0) std::memcpy(out, inp, static_cast<size_t>(n) * sizeof(T));
+  }
+  template <class T>
+  void to_device(T* device, const T* host, int64_t n) {
+    copy(device, host, n);
+  }
+  template <class T>
+  void to_host(T* host, const T* device, int64_t n) {
+    copy(host, device, n);
+  }
+
+  // ------------------------------------------------------------------------------------------------
+  // index tables
+
+  void fill_sequence(int32_t* out,  // (n) 0, 1, 2, ...
+                     int64_t n) {
+    for (int64_t i = 0; i < n; i++) out[i] = static_cast<int32_t>(i);
+  }
+
+  void uniform_offsets(int64_t* out,  // (B+1) 0, rows, 2 rows, ...
+                       int64_t B, int64_t rows) {
+    for (int64_t b = 0; b <= B; b++) out[b] = b * rows;
+  }
+
+  void rope_table(float* table,  // (T, hd/2) cosines, then (T, hd/2) sines
+                  int64_t T, int64_t hd, double theta) {
+    const int64_t half = hd / 2;
+    for (int64_t t = 0; t < T; t++) {
+      for (int64_t j = 0; j < half; j++) {
+        const double angle = static_cast<double>(t) / std::pow(theta, 2.0 * j / hd);
+        table[t * half + j] = static_cast<float>(std::cos(angle));
+        table[(T + t) * half + j] = static_cast<float>(std::sin(angle));
+      }
+    }
+  }
+
+  // ------------------------------------------------------------------------------------------------
+  // embedding
+
+  void encoder_forward(float* out,             // (n, d)
+                       const int32_t* tokens,  // (n)
+                       const float* embed,     // (V, d)
+                       int64_t n, int64_t d) {
+#pragma omp parallel for schedule(static)
+    for (int64_t i = 0; i < n; i++) copy(out + i * d, embed + tokens[i] * d, d);
+  }
+
+  // Several rows may add to the same embedding: each task owns a block of columns and walks all rows.
+  void encoder_backward(float* dembed,          // (V, d) added to
+                        const float* dout,      // (n, d)
+                        const int32_t* tokens,  // (n)
+                        int64_t n, int64_t /*V*/, int64_t d) {
+    constexpr int64_t kColumns = 64;
+#pragma omp parallel for schedule(static)
+    for (int64_t begin = 0; begin < d; begin += kColumns) {
+      const int64_t end = std::min(begin + kColumns, d);
+      for (int64_t i = 0; i < n; i++) {
+        float* row = dembed + tokens[i] * d;
+        for (int64_t j = begin; j < end; j++) row[j] += dout[i * d + j];
+      }
+    }
+  }
+
+  // ------------------------------------------------------------------------------------------------
+  // RMSNorm, on its own and fused with what stands before it
+
+  void rmsnorm_forward(float* out,           // (n, d)
+                       float* rstd,          // (n) 1 / sqrt(mean(inp^2) + eps)
+                       const float* inp,     // (n, d)
+                       const float* weight,  // (d)
+                       int64_t n, int64_t d, float eps) {
+#pragma omp parallel for schedule(static)
+    for (int64_t i = 0; i < n; i++) {
+      rstd[i] = rmsnorm_row(out + i * d, inp + i * d, weight, d, eps);
+    }
+  }
+
+  // The gradient of a row is rstd * (w dout - xhat * mean(w dout * xhat)), with xhat = inp * rstd.
+  void rmsnorm_backward(float* dinp,          // (n, d)
+                        float* dweight,       // (d) added to
+                        const float* dout,    // (n, d)
+                        const float* inp,     // (n, d)
+                        const float* weight,  // (d)
+                        const float* rstd,    // (n)
+                        int64_t n, int64_t d) {
+    add_row_sums(dweight, n, d, [=](int64_t i, float* sum) {
+      const auto grad = rmsnorm_row_gradient(dout + i * d, inp + i * d, weight, rstd[i], d, sum);
+#pragma omp simd
+      for (int64_t j = 0; j < d; j++) dinp[i * d + j] = grad(j);
+    });
+  }
+
+  // The same, added to dinp.
+  void rmsnorm_add_backward(float* dinp,          // (n, d) added to
+                            float* dweight,       // (d) added to
+                            const float* dout,    // (n, d)
+                            const float* inp,     // (n, d)
+                            const float* weight,  // (d)
+                            const float* rstd,    // (n)
+                            int64_t n, int64_t d) {
+    add_row_sums(dweight, n, d, [=](int64_t i, float* sum) {
+      const auto grad = rmsnorm_row_gradient(dout + i * d, inp + i * d, weight, rstd[i], d, sum);
+#pragma omp simd
+      for (int64_t j = 0; j < d; j++) dinp[i * d + j] += grad(j);
+    });
+  }
+
+  // x = stream[row], out = RMSNorm(x): the only reading of the stream that a layer does.
+  void gather_rmsnorm_forward(float* x,             // (n, d)
+                              float* out,           // (n, d)
+                              float* rstd,          // (n)
+                              const float* stream,  // (B*T, d)
+                              const float* weight,  // (d)
+                              const int32_t* row,   // (n)
+                              int64_t n, int64_t d, float eps) {
+#pragma omp parallel for schedule(static)
+    for (int64_t i = 0; i < n; i++) {
+      copy(x + i * d, stream + row[i] * d, d);
+      rstd[i] = rmsnorm_row(out + i * d, x + i * d, weight, d, eps);
+    }
+  }
+
+  // h = x + delta, out = RMSNorm(h).
+  void residual_rmsnorm_forward(float* h,             // (n, d)
+                                float* out,           // (n, d)
+                                float* rstd,          // (n)
+                                const float* x,       // (n, d)
+                                const float* delta,   // (n, d)
+                                const float* weight,  // (d)
+                                int64_t n, int64_t d, float eps) {
+#pragma omp parallel for schedule(static)
+    for (int64_t i = 0; i < n; i++) {
+#pragma omp simd
+      for (int64_t j = i * d; j < (i + 1) * d; j++) h[j] = x[j] + delta[j];
+      rstd[i] = rmsnorm_row(out + i * d, h + i * d, weight, d, eps);
+    }
+  }
+
+  // Both summands of h receive its gradient.
+  void residual_rmsnorm_backward(float* dx,            // (n, d) written
+                                 float* ddelta,        // (n, d) added to
+                                 float* dweight,       // (d) added to
+                                 const float* dout,    // (n, d)
+                                 const float* h,       // (n, d)
+                                 const float* weight,  // (d)
+                                 const float* rstd,    // (n)
+                                 int64_t n, int64_t d) {
+    add_row_sums(dweight, n, d, [=](int64_t i, float* sum) {
+      const auto grad = rmsnorm_row_gradient(dout + i * d, h + i * d, weight, rstd[i], d, sum);
+#pragma omp simd
+      for (int64_t j = 0; j < d; j++) {
+        dx[i * d + j] = grad(j);
+        ddelta[i * d + j] += dx[i * d + j];
+      }
+    });
+  }
+
+  // ------------------------------------------------------------------------------------------------
+  // routing (DESIGN.md section 1, "Sparse layer")
+
+  // s = weight . RMSNorm(stream), the norm without a weight.
+  void router_forward(float* score,         // (n)
+                      const float* stream,  // (n, d)
+                      const float* weight,  // (d)
+                      int64_t n, int64_t d, float eps) {
+#pragma omp parallel for schedule(static)
+    for (int64_t i = 0; i < n; i++) {
+      score[i] = dot(stream + i * d, weight, d) * rms_rstd(stream + i * d, d, eps);
+    }
+  }
+
+  // ds reaches the router's weight and, through the norm, the layer's rows: RMSNorm's gradient for an output
+  // gradient of ds in every column.
+  void router_backward(float* dx,            // (n, d) added to
+                       float* dweight,       // (d) added to
+                       const float* dlogit,  // (n) ds
+                       const float* x,       // (n, d) the selected rows
+                       const float* weight,  // (d)
+                       int64_t n, int64_t d, float eps) {
+    add_row_sums(dweight, n, d, [=](int64_t i, float* sum) {
+      const float* row = x + i * d;
+      const float rstd = rms_rstd(row, d, eps);
+      const float s = dot(row, weight, d) * rstd;
+      const float ds = dlogit[i], shrink = s * rstd / static_cast<float>(d);
+#pragma omp simd
+      for (int64_t j = 0; j < d; j++) {
+        dx[i * d + j] += ds * rstd * (weight[j] - row[j] * shrink);
+        sum[j] += ds * row[j] * rstd;
+      }
+    });
+  }
+
+  // u = s + b, b = -gamma * (times selected in this interval - j/K).
+  void token_bias_forward(float* out,                     // (n) u
+                          const float* score,             // (n) s
+                          const int32_t* times_selected,  // (n)
+                          float gamma, float expected, int64_t n) {
+    for (int64_t i = 0; i < n; i++) {
+      out[i] = score[i] - gamma * (static_cast<float>(times_selected[i]) - expected);
+    }
+  }
+
+  // The C tokens with the largest u of each sequence, ties to the earlier token, kept in position order.
+  void select_topk(int32_t* row,    // (B*C) b*T + t, ascending
+                   float* kth,      // (B) the C-th largest u
+                   const float* u,  // (B, T)
+                   int64_t B, int64_t T, int64_t C) {
+#pragma omp parallel for schedule(static)
+    for (int64_t b = 0; b < B; b++) {
+      // One key orders by u, then by position: no two are equal.
+      std::vector<uint64_t> keys(static_cast<size_t>(T));
+      for (int64_t t = 0; t < T; t++) {
+        keys[t] = uint64_t{sortable(u[b * T + t])} << 32 | (0xFFFFFFFFu - static_cast<uint32_t>(t));
+      }
+      std::vector<uint64_t> order = keys;
+      std::nth_element(order.begin(), order.begin() + (C - 1), order.end(), std::greater<>());
+      const uint64_t smallest = order[C - 1];
+      int32_t* out = row + b * C;
+      for (int64_t t = 0; t < T; t++) {
+        if (keys[t] >= smallest) *out++ = static_cast<int32_t>(b * T + t);
+      }
+      kth[b] = u[b * T + (0xFFFFFFFFu - static_cast<uint32_t>(smallest))];
+    }
+  }
+
+  // Every token with u > tau; returns how many rows there are in all.
+  int64_t select_threshold(int32_t* row,      // (up to B*T) b*T + t, ascending
+                           int64_t* offsets,  // (B+1)
+                           const float* u,    // (B, T)
+                           const float* tau,  // (1)
+                           int64_t B, int64_t T) {
+    int64_t n = 0;
+    for (int64_t b = 0; b < B; b++) {
+      offsets[b] = n;
+      for (int64_t i = b * T; i < (b + 1) * T; i++) {
+        if (u[i] > *tau) row[n++] = static_cast<int32_t>(i);
+      }
+    }
+    offsets[B] = n;
+    return n;
+  }
+
+  // Notes the selection: the rows' own logits, and one more in their counts.
+  void count_selected(float* router_logit,      // (n)
+                      int32_t* times_selected,  // (B*T) added to
+                      const float* score,       // (B*T)
+                      const int32_t* row,       // (n)
+                      int64_t n) {
+    for (int64_t i = 0; i < n; i++) {
+      router_logit[i] = score[row[i]];
+      times_selected[row[i]]++;
+    }
+  }
+
+  // out += mean of each row: the C-th largest u of one micro-batch.
+  void add_row_means(float* out,        // (rows) added to
+                     const float* inp,  // (rows, columns)
+                     int64_t rows, int64_t columns) {
+    for (int64_t i = 0; i < rows; i++) out[i] += static_cast<float>(mean(inp + i * columns, columns));
+  }
+
+  // tau += rate * (kth_sum * scale - tau), and kth_sum = 0 for the next step.
+  void threshold_update(float* tau,      // (layers)
+                        float* kth_sum,  // (layers)
+                        float scale, float rate, int64_t layers) {
+    for (int64_t l = 0; l < layers; l++) {
+      tau[l] += rate * (kth_sum[l] * scale - tau[l]);
+      kth_sum[l] = 0;
+    }
+  }
+
+  // ------------------------------------------------------------------------------------------------
+  // residual update: stream[row] += gate * delta, gate = alpha * 2 sigmoid(s); without a router the gate is 1
+
+  void gated_scatter_forward(float* stream,       // (B*T, d) rows `row` updated in place
+                             const float* delta,  // (n, d)
+                             const float* logit,  // (n) s, or null: gate 1
+                             const float* alpha,  // (1), or null: alpha 1
+                             const int32_t* row,  // (n)
+                             int64_t n, int64_t d) {
+#pragma omp parallel for schedule(static)
+    for (int64_t i = 0; i < n; i++) {
+      const float gate = logit ? (alpha ? *alpha : 1) * 2 * logistic(logit[i]) : 1;
+      float* out = stream + row[i] * d;
+#pragma omp simd
+      for (int64_t j = 0; j < d; j++) out[j] += gate * delta[i * d + j];
+    }
+  }
+
+  void gated_scatter_backward(float* ddelta,         // (n, d) gate * dstream[row]
+                              float* dlogit,         // (n) ds, untouched without a router
+                              float* dalpha,         // (1) added to, or null
+                              const float* dstream,  // (B*T, d)
+                              const float* delta,    // (n, d)
+                              const float* logit,    // (n), or null
+                              const float* alpha,    // (1), or null
+                              const int32_t* row,    // (n)
+                              int64_t n, int64_t d) {
+    if (!logit) return gather(ddelta, dstream, row, n, d);
+    const float a = alpha ? *alpha : 1;
+    float* dgate = row_values_.at_least(n);  // (n) <dstream, delta> * 2 sigmoid(s): the gradient of alpha
+#pragma omp parallel for schedule(static)
+    for (int64_t i = 0; i < n; i++) {
+      const float* dout = dstream + row[i] * d;
+      const float sigma = logistic(logit[i]), gate = a * 2 * sigma;
+      const float product = dot(dout, delta + i * d, d);
+#pragma omp simd
+      for (int64_t j = 0; j < d; j++) ddelta[i * d + j] = gate * dout[j];
+      dlogit[i] = product * a * 2 * sigma * (1 - sigma);
+      dgate[i] = product * 2 * sigma;
+    }
+    if (dalpha) *dalpha += static_cast<float>(sum(dgate, n));
+  }
+
+  void scatter_add(float* stream,       // (B*T, d) rows `row` added to
+                   const float* inp,    // (n, d)
+                   const int32_t* row,  // (n)
+                   int64_t n, int64_t d) {
+#pragma omp parallel for schedule(static)
+    for (int64_t i = 0; i < n; i++) {
+      float* out = stream + row[i] * d;
+#pragma omp simd
+      for (int64_t j = 0; j < d; j++) out[j] += inp[i * d + j];
+    }
+  }
+
+  void gather(float* out,           // (n, d)
+              const float* stream,  // (B*T, d)
+              const int32_t* row,   // (n)
+              int64_t n, int64_t d) {
+#pragma omp parallel for schedule(static)
+    for (int64_t i = 0; i < n; i++) copy(out + i * d, stream + row[i] * d, d);
+  }
+
+  // ------------------------------------------------------------------------------------------------
+  // matrix products
+
+  // out = inp weight^T
+  void matmul_forward(float* out,           // (n, OC)
+                      const float* inp,     // (n, C)
+                      const float* weight,  // (OC, C)
+                      int64_t n, int64_t C, int64_t OC) {
+    matmul(out, OC, stored(inp, C), transposed(weight, C), n, OC, C, matmul_scratch_);
+  }
+
+  // out += inp weight^T
+  void matmul_add_forward(float* out,           // (n, OC) added to
+                          const float* inp,     // (n, C)
+                          const float* weight,  // (OC, C)
+                          int64_t n, int64_t C, int64_t OC) {
+    matmul(out, OC, stored(inp, C), transposed(weight, C), n, OC, C, matmul_scratch_, {.accumulate = true});
+  }
+
+  // dinp = dout weight, dweight += dout^T inp
+  void matmul_backward(float* dinp,          // (n, C)
+                       float* dweight,       // (OC, C) added to
+                       const float* dout,    // (n, OC)
+                       const float* inp,     // (n, C)
+                       const float* weight,  // (OC, C)
+                       int64_t n, int64_t C, int64_t OC) {
+    matmul(dinp, C, stored(dout, OC), stored(weight, C), n, C, OC, matmul_scratch_);
+    matmul(dweight, C, transposed(dout, OC), stored(inp, C), OC, C, n, matmul_scratch_, {.accumulate = true});
+  }
+
+  // ------------------------------------------------------------------------------------------------
+  // attention
+
+  // RMSNorm of every query and key head, then RoPE at the row's position in its sequence:
+  // (a, b) -> (a cos - b sin, b cos + a sin) for the first and second half of a head.
+  void qk_norm_rope_forward(float* q,               // (n, H*hd)
+                            float* k,               // (n, KV*hd)
+                            float* rstd,            // (n, H+KV)
+                            const float* qkv,       // (n, (H+2KV)*hd)
+                            const float* q_weight,  // (hd)
+                            const float* k_weight,  // (hd)
+                            const float* rope,      // (2, table_T, hd/2) cosines and sines
+                            const int32_t* row,     // (n) b*T + t
+                            int64_t n, int64_t T, int64_t table_T, int64_t H, int64_t KV, int64_t hd,
+                            float eps) {
+    const int64_t half = hd / 2;
+#pragma omp parallel for schedule(static)
+    for (int64_t i = 0; i < n; i++) {
+      const float* cosine = rope + (row[i] % T) * half;
+      const float* sine = cosine + table_T * half;
+      for (int64_t head = 0; head < H + KV; head++) {
+        const float* inp = qkv + (i * (H + 2 * KV) + head) * hd;
+        const float* weight = head < H ? q_weight : k_weight;
+        float* out = head < H ? q + (i * H + head) * hd : k + (i * KV + head - H) * hd;
+        const float scale = rms_rstd(inp, hd, eps);
+#pragma omp simd
+        for (int64_t j = 0; j < half; j++) {
+          const float a = inp[j] * scale * weight[j], b = inp[j + half] * scale * weight[j + half];
+          out[j] = a * cosine[j] - b * sine[j];
+          out[j + half] = b * cosine[j] + a * sine[j];
+        }
+        rstd[i * (H + KV) + head] = scale;
+      }
+    }
+  }
+
+  // Rotates back, then RMSNorm's gradient; v's part of dqkv is left as it is.
+  void qk_norm_rope_backward(float* dqkv,            // (n, (H+2KV)*hd) q and k parts written
+                             float* dq_weight,       // (hd) added to
+                             float* dk_weight,       // (hd) added to
+                             const float* dq,        // (n, H*hd)
+                             const float* dk,        // (n, KV*hd)
+                             const float* qkv,       // (n, (H+2KV)*hd)
+                             const float* q_weight,  // (hd)
+                             const float* k_weight,  // (hd)
+                             const float* rstd,      // (n, H+KV)
+                             const float* rope,      // (2, table_T, hd/2)
+                             const int32_t* row,     // (n)
+                             int64_t n, int64_t T, int64_t table_T, int64_t H, int64_t KV, int64_t hd) {
+    const int64_t half = hd / 2;
+    auto heads_backward = [=, this](float* dweight, const float* dheads, const float* weight, int64_t first,
+                                    int64_t count) {
+      add_row_sums(dweight, n, hd, [=](int64_t i, float* sum) {
+        const float* cosine = rope + (row[i] % T) * half;
+        const float* sine = cosine + table_T * half;
+        for (int64_t head = 0; head < count; head++) {
+          const int64_t at = (i * (H + 2 * KV) + first + head) * hd;
+          const float* dout = dheads + (i * count + head) * hd;
+          float* dinp = dqkv + at;
+#pragma omp simd
+          for (int64_t j = 0; j < half; j++) {
+            dinp[j] = dout[j] * cosine[j] + dout[j + half] * sine[j];
+            dinp[j + half] = dout[j + half] * cosine[j] - dout[j] * sine[j];
+          }
+          const auto grad =
+              rmsnorm_row_gradient(dinp, qkv + at, weight, rstd[i * (H + KV) + first + head], hd, sum);
+#pragma omp simd
+          for (int64_t j = 0; j < hd; j++) dinp[j] = grad(j);
+        }
+      });
+    };
+    heads_backward(dq_weight, dq, q_weight, 0, H);
+    heads_backward(dk_weight, dk, k_weight, H, KV);
+  }
+
+  // Causal attention inside each sequence's rows; see xmod/cpu_attention.h.
+  void attention_forward(float* out,              // (n, H*hd)
+                         float* lse,              // (n, H)
+                         const float* q,          // (n, H*hd)
+                         const float* k,          // (n, KV*hd)
+                         const float* qkv,        // (n, (H+2KV)*hd), for v
+                         const int64_t* offsets,  // (B+1)
+                         int64_t B, int64_t H, int64_t KV, int64_t hd) {
+    const int64_t qkv_dim = (H + 2 * KV) * hd;
+    xmod::attention_forward(out, lse, q, k, qkv + (H + KV) * hd, qkv_dim, offsets, B, H, KV, hd,
+                            attention_scratch_);
+  }
+
+  void attention_backward(float* dq,               // (n, H*hd)
+                          float* dk,               // (n, KV*hd)
+                          float* dqkv,             // (n, (H+2KV)*hd) v's part written
+                          const float* dout,       // (n, H*hd)
+                          const float* q,          // (n, H*hd)
+                          const float* k,          // (n, KV*hd)
+                          const float* qkv,        // (n, (H+2KV)*hd), for v
+                          const float* out,        // (n, H*hd)
+                          const float* lse,        // (n, H)
+                          const int64_t* offsets,  // (B+1)
+                          int64_t B, int64_t H, int64_t KV, int64_t hd) {
+    const int64_t qkv_dim = (H + 2 * KV) * hd, v_at = (H + KV) * hd;
+    xmod::attention_backward(dq, dk, dqkv + v_at, qkv_dim, dout, q, k, qkv + v_at, qkv_dim, out, lse, offsets,
+                             B, H, KV, hd, attention_scratch_);
+  }
+
+  // ------------------------------------------------------------------------------------------------
+  // FFN activation: act = silu(gate) * up
+
+  void swiglu_forward(float* act,            // (n, F)
+                      const float* gate_up,  // (n, 2F) gate, then up
+                      int64_t n, int64_t F) {
+#pragma omp parallel for schedule(static)
+    for (int64_t i = 0; i < n; i++) {
+      const float* gate = gate_up + i * 2 * F;
+      const float* up = gate + F;
+      for_each_vector(F, [&](auto at) {
+        const Vector g = at.load(gate);
+        at.store(act + i * F, g * sigmoid(g) * at.load(up));
+      });
+    }
+  }
+
+  void swiglu_backward(float* dgate_up,       // (n, 2F)
+                       const float* dact,     // (n, F)
+                       const float* gate_up,  // (n, 2F)
+                       int64_t n, int64_t F) {
+#pragma omp parallel for schedule(static)
+    for (int64_t i = 0; i < n; i++) {
+      const float* gate = gate_up + i * 2 * F;
+      const float* up = gate + F;
+      float* dgate = dgate_up + i * 2 * F;
+      float* dup = dgate + F;
+      for_each_vector(F, [&](auto at) {
+        const Vector g = at.load(gate), dout = at.load(dact + i * F), s = sigmoid(g);
+        at.store(dup, dout * g * s);
+        at.store(dgate, dout * at.load(up) * s * (1.0f + g * (1.0f - s)));
+      });
+    }
+  }
+
+  // ------------------------------------------------------------------------------------------------
+  // loss
+
+  void crossentropy_forward(float* losses,           // (n) -log p[target]
+                            float* logits,           // (n, V) left as exp(logit - max)
+                            const int32_t* targets,  // (n)
+                            int64_t n, int64_t V) {
+#pragma omp parallel for schedule(static)
+    for (int64_t i = 0; i < n; i++) losses[i] = softmax_row(logits + i * V, targets[i], V).loss;
+  }
+
+  void crossentropy_forward_backward(float* losses,           // (n)
+                                     float* logits,           // (n, V) in: logits; out: their gradient
+                                     const int32_t* targets,  // (n)
+                                     float dloss,             // gradient of each row's loss
+                                     int64_t n, int64_t V) {
+#pragma omp parallel for schedule(static)
+    for (int64_t i = 0; i < n; i++) {
+      float* row = logits + i * V;
+      const SoftmaxRow softmax = softmax_row(row, targets[i], V);
+      losses[i] = softmax.loss;
+      const float scale = dloss / softmax.sum;
+#pragma omp simd
+      for (int64_t v = 0; v < V; v++) row[v] *= scale;
+      row[targets[i]] -= dloss;
+    }
+  }
+
+  // ------------------------------------------------------------------------------------------------
+  // sums over whole tensors, in double
+
+  double mean(const float* inp,  // (n)
+              int64_t n) {
+    return sum(inp, n) / static_cast<double>(n);
+  }
+
+  double sum_of_squares(const float* inp,  // (n)
+                        int64_t n) {
+    constexpr int64_t kChunk = 1 << 14;
+    const int64_t chunks = (n + kChunk - 1) / kChunk;
+    std::vector<double> partial(static_cast<size_t>(chunks));
+#pragma omp parallel for schedule(static)
+    for (int64_t c = 0; c < chunks; c++) {
+      partial[c] = sum_of_squares_double(inp + c * kChunk, std::min(kChunk, n - c * kChunk));
+    }
+    double total = 0;
+    for (double p : partial) total += p;
+    return total;
+  }
+
+  // ------------------------------------------------------------------------------------------------
+  // optimizers (DESIGN.md section 1, "Optimizer")
+
+  void adamw_update(float* param,       // (n)
+                    float* m,           // (n) first moment
+                    float* v,           // (n) second moment
+                    const float* grad,  // (n)
+                    const AdamWStep& h, int64_t n) {
+#pragma omp parallel for simd schedule(static)
+    for (int64_t i = 0; i < n; i++) {
+      const float g = grad[i] * h.grad_scale;
+      m[i] = h.beta1 * m[i] + (1 - h.beta1) * g;
+      v[i] = h.beta2 * v[i] + (1 - h.beta2) * g * g;
+      const float update = (m[i] / h.correction1) / (std::sqrt(v[i] / h.correction2) + h.eps);
+      param[i] = param[i] * (1 - h.lr * h.weight_decay) - h.lr * update;
+    }
+  }
+
+  // Muon on `count` matrices of one shape. Few large ones: one after the other, each product on all threads;
+  // many: one a thread.
+  void muon_update(float* params,           // matrices (rows, cols) at `offsets`
+                   float* momentum,         // the same places
+                   const float* grads,      // the same places
+                   const int64_t* offsets,  // (count) on the host
+                   int64_t count, int64_t rows, int64_t cols, const MuonStep& h) {
+    muon_scratch_.resize(static_cast<size_t>(threads()));
+    if (count < threads()) {
+      for (int64_t i = 0; i < count; i++) {
+        const int64_t at = offsets[i];
+        muon_matrix(params + at, momentum + at, grads + at, rows, cols, h, muon_scratch_[0]);
+      }
+      return;
+    }
+#pragma omp parallel for schedule(dynamic, 1)
+    for (int64_t i = 0; i < count; i++) {
+      const int64_t at = offsets[i];
+      muon_matrix(params + at, momentum + at, grads + at, rows, cols, h, muon_scratch_[thread()]);
+    }
+  }
+
+ private:
+  static constexpr std::align_val_t kAlignment{64};
+
+  static int thread() {
+#ifdef _OPENMP
+    return omp_get_thread_num();
+#else
+    return 0;
+#endif
+  }
+
+  // --- sums over rows ---
+
+  // dweight (d) += the sum over i of what visit(i, sum) adds to sum (d). Rows are summed in chunks of fixed
+  // size, and the chunks in their order.
+  template <class Visit>
+  void add_row_sums(float* dweight, int64_t n, int64_t d, Visit visit) {
+    constexpr int64_t kRows = 64;
+    const int64_t chunks = (n + kRows - 1) / kRows;
+    float* partial = row_sums_.at_least(chunks * d);  // (chunks, d)
+#pragma omp parallel for schedule(static)
+    for (int64_t c = 0; c < chunks; c++) {
+      float* sum = partial + c * d;
+      std::fill(sum, sum + d, 0.0f);
+      for (int64_t i = c * kRows; i < std::min(n, (c + 1) * kRows); i++) visit(i, sum);
+    }
+    for (int64_t c = 0; c < chunks; c++) {
+#pragma omp simd
+      for (int64_t j = 0; j < d; j++) dweight[j] += partial[c * d + j];
+    }
+  }
+
+  // --- Muon ---
+
+  struct MuonScratch {
+    AlignedBuffer x, next, gram, polynomial;
+    MatmulScratch matmul;
+  };
+
+  static void muon_matrix(float* param, float* momentum, const float* grad, int64_t rows, int64_t cols,
+                          const MuonStep& h, MuonScratch& scratch) {
+    const int64_t size = rows * cols;
+    const bool tall = rows > cols;
+    const int64_t R = std::min(rows, cols), C = std::max(rows, cols);
+    float* x = scratch.x.at_least(size);  // (R, C): Nesterov's update, transposed when tall
+    for (int64_t i = 0; i < rows; i++) {
+      for (int64_t j = 0; j < cols; j++) {
+        const float g = grad[i * cols + j] * h.grad_scale;
+        float& m = momentum[i * cols + j];
+        m = h.beta * m + (1 - h.beta) * g;
+        x[tall ? j * rows + i : i * cols + j] = (1 - h.beta) * g + h.beta * m;
+      }
+    }
+    const float* orthogonal = newton_schulz(R, C, scratch);
+    const float rate = h.lr * h.rms_match * std::sqrt(static_cast<float>(C));
+    for (int64_t i = 0; i < rows; i++) {
+      for (int64_t j = 0; j < cols; j++) {
+        float& w = param[i * cols + j];
+        w = w * (1 - h.lr * h.weight_decay) - rate * orthogonal[tall ? j * rows + i : i * cols + j];
+      }
+    }
+  }
+
+  // Brings the singular values of scratch.x (R, C), R <= C, near 1: five steps of
+  // X <- a X + (b A + c A A) X with A = X X^T. Returns the result.
+  static const float* newton_schulz(int64_t R, int64_t C, MuonScratch& scratch) {
+    constexpr float a = 3.4445f, b = -4.7750f, c = 2.0315f;
+    float* x = scratch.x.at_least(R * C);
+    float* next = scratch.next.at_least(R * C);
+    float* gram = scratch.gram.at_least(R * R);              // A
+    float* polynomial = scratch.polynomial.at_least(R * R);  // b A + c A A
+    const float norm = static_cast<float>(std::sqrt(sum_of_squares_double(x, R * C)));
+    for (int64_t i = 0; i < R * C; i++) x[i] /= norm + 1e-7f;
+    for (int step = 0; step < 5; step++) {
+      matmul(gram, R, stored(x, C), transposed(x, C), R, R, C, scratch.matmul);
+      for (int64_t i = 0; i < R * R; i++) polynomial[i] = b * gram[i];
+      matmul(polynomial, R, stored(gram, R), stored(gram, R), R, R, R, scratch.matmul,
+             {.alpha = c, .accumulate = true});
+      for (int64_t i = 0; i < R * C; i++) next[i] = a * x[i];
+      matmul(next, C, stored(polynomial, R), stored(x, C), R, C, R, scratch.matmul, {.accumulate = true});
+      std::swap(x, next);
+    }
+    return x;
+  }
+
+  MatmulScratch matmul_scratch_;
+  AttentionScratch attention_scratch_;
+  AlignedBuffer row_sums_, row_values_;
+  std::vector<MuonScratch> muon_scratch_;
+};
+
+}  // namespace xmod
+
+#ifndef TESTING
+#include "xmod/commands.h"
+int main(int argc, char** argv) {
+  return xmod::run_commands<xmod::CpuBackend>(argc, argv);
+}
+#endif

@@ -1,0 +1,183 @@
+// Checkpoints: a directory OUT/step_00000500/ with
+//
+//   model.safetensors      weights under Hugging Face's names, and each sparse layer's router.threshold
+//   config.json            the model's configuration; a dense one opens in transformers as it is
+//   optimizer.safetensors  NAME.momentum (Muon), NAME.exp_avg and NAME.exp_avg_sq (AdamW)
+//   trainer.json           step, tokens, and where the data loader stands
+//   tokenizer.bin          when the training shards came with one
+//
+// It appears whole or not at all (xmod/files.h).
+#pragma once
+
+#include <cstdint>
+#include <nlohmann/json.hpp>
+#include <set>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "dataloader.h"
+#include "xmod/config_json.h"
+#include "xmod/files.h"
+#include "xmod/model.h"
+#include "xmod/optimizer.h"
+#include "xmod/safetensors.h"
+
+namespace xmod {
+
+// Everything of a run besides weights and optimizer state.
+struct TrainerState {
+  int64_t step = 0;    // optimizer steps taken
+  int64_t tokens = 0;  // trained on
+  TrainLoaderState loader;
+};
+
+namespace detail {
+
+// A tensor on the device and its name in a file.
+struct StoredTensor {
+  std::string name;
+  Shape shape;
+  float* device;
+};
+
+template <class Backend>
+void save_tensors(const std::string& path, Backend& be, const std::vector<StoredTensor>& tensors) {
+  std::vector<TensorInfo> infos;
+  for (const StoredTensor& t : tensors) infos.push_back({t.name, Dtype::F32, t.shape});
+  SafetensorsWriter writer(path, std::move(infos));
+  for (const StoredTensor& t : tensors) {
+    writer.write_pieces(t.name, [&](int64_t first_byte, void* buffer, int64_t bytes) {
+      constexpr int64_t kFloat = sizeof(float);
+      be.to_host(static_cast<float*>(buffer), t.device + first_byte / kFloat, bytes / kFloat);
+    });
+  }
+  writer.commit();
+}
+
+// Reads all of `tensors`; the file must have them and no others.
+template <class Backend>
+void load_tensors(const std::string& path, Backend& be, const std::vector<StoredTensor>& tensors) {
+  const SafetensorsFile file(path);
+  std::set<std::string> known;
+  std::vector<float> host;
+  for (const StoredTensor& t : tensors) {
+    known.insert(t.name);
+    host.resize(static_cast<size_t>(file.info(t.name).elements()));
+    file.read_f32(t.name, t.shape, host.data());
+    be.to_device(t.device, host.data(), static_cast<int64_t>(host.size()));
+  }
+  for (const TensorInfo& info : file.tensors()) {
+    if (!known.count(info.name)) {
+      fail(path, ": tensor ", printable(info.name), " is not one of this model's ", known.size(),
+           " tensors; does config.json belong to this file?");
+    }
+  }
+}
+
+template <class Backend>
+std::vector<StoredTensor> model_tensors(const Model<Backend>& model) {
+  std::vector<StoredTensor> tensors;
+  for (const Parameter& p : model.table.entries) {
+    tensors.push_back({p.name, p.shape, model.params() + p.offset});
+  }
+  for (size_t l = 0; l < model.plan.size(); l++) {
+    if (!model.plan[l].routed) continue;
+    tensors.push_back({layer_prefix(static_cast<int64_t>(l)) + "router.threshold",
+                       {1},
+                       model.thresholds() + model.plan[l].sparse_index});
+  }
+  return tensors;
+}
+
+template <class Backend>
+std::vector<StoredTensor> optimizer_tensors(const Model<Backend>& model,
+                                            const OptimizerState<Backend>& optimizer) {
+  std::vector<StoredTensor> tensors;
+  for (size_t i = 0; i < model.table.entries.size(); i++) {
+    const Parameter& p = model.table.entries[i];
+    const bool muon = optimizer.table.optimizer[i] == Optimizer::muon;
+    tensors.push_back({p.name + (muon ? ".momentum" : ".exp_avg"), p.shape, optimizer.first_moment() + p.offset});
+    if (!muon) {
+      tensors.push_back({p.name + ".exp_avg_sq", p.shape,
+                         optimizer.second_moment() + optimizer.table.second_moment_offset[i]});
+    }
+  }
+  return tensors;
+}
+
+inline nlohmann::json parse_json_file(const std::string& path) {
+  const nlohmann::json parsed = nlohmann::json::parse(read_file(path), nullptr, /*allow_exceptions=*/false);
+  if (parsed.is_discarded()) fail(path, ": not valid JSON; is the file damaged?");
+  return parsed;
+}
+
+inline nlohmann::json to_json(const TrainerState& s) {
+  return {{"step", s.step},
+          {"tokens", s.tokens},
+          {"data_loader",
+           {{"seed", s.loader.seed},
+            {"epoch", s.loader.epoch},
+            {"position", s.loader.position},
+            {"num_sequences", s.loader.num_sequences}}}};
+}
+
+inline TrainerState trainer_state_from_json(const nlohmann::json& json, const std::string& path) {
+  try {
+    const nlohmann::json& loader = json.at("data_loader");
+    return {json.at("step").get<int64_t>(),
+            json.at("tokens").get<int64_t>(),
+            {loader.at("seed").get<uint64_t>(), loader.at("epoch").get<int64_t>(),
+             loader.at("position").get<int64_t>(), loader.at("num_sequences").get<int64_t>()}};
+  } catch (const nlohmann::json::exception& error) {
+    fail(path, ": ", error.what(), "; the checkpoint is damaged: resume from another");
+  }
+}
+
+}  // namespace detail
+
+// extra: (name, bytes) of small files that travel with the weights.
+template <class Backend>
+void save_checkpoint(const std::string& out, const Model<Backend>& model,
+                     const OptimizerState<Backend>& optimizer, const TrainerState& state,
+                     const std::vector<std::pair<std::string, std::string>>& extra) {
+  DirectoryTransaction checkpoint(checkpoint_directory(out, state.step));
+  detail::save_tensors(checkpoint.file("model.safetensors"), model.backend(), detail::model_tensors(model));
+  detail::save_tensors(checkpoint.file("optimizer.safetensors"), model.backend(),
+                       detail::optimizer_tensors(model, optimizer));
+  write_file_atomically(checkpoint.file("config.json"), config_to_json(model.config).dump(2) + "\n");
+  write_file_atomically(checkpoint.file("trainer.json"), detail::to_json(state).dump(2) + "\n");
+  for (const auto& [name, bytes] : extra) write_file_atomically(checkpoint.file(name), bytes);
+  checkpoint.commit();
+}
+
+inline ModelConfig load_config(const std::string& checkpoint) {
+  if (!is_directory(checkpoint)) {
+    fail("--checkpoint ", checkpoint, ": no such directory, expected one such as OUT/step_00000500");
+  }
+  const std::string path = checkpoint + "/config.json";
+  return config_from_json(detail::parse_json_file(path), path);
+}
+
+template <class Backend>
+void load_model(const std::string& checkpoint, Model<Backend>& model) {
+  detail::load_tensors(checkpoint + "/model.safetensors", model.backend(), detail::model_tensors(model));
+}
+
+// Weights, optimizer and trainer state; refuses a checkpoint of another model.
+template <class Backend>
+TrainerState load_checkpoint(const std::string& checkpoint, Model<Backend>& model,
+                             OptimizerState<Backend>& optimizer) {
+  const std::string difference = describe_difference(model.config, load_config(checkpoint));
+  if (!difference.empty()) {
+    fail("--resume: the model differs from that of ", checkpoint, ": ", difference,
+         "; give the flags of the first run, or another --out");
+  }
+  load_model(checkpoint, model);
+  detail::load_tensors(checkpoint + "/optimizer.safetensors", model.backend(),
+                       detail::optimizer_tensors(model, optimizer));
+  const std::string path = checkpoint + "/trainer.json";
+  return detail::trainer_state_from_json(detail::parse_json_file(path), path);
+}
+
+}  // namespace xmod

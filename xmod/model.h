@@ -1,0 +1,357 @@
+// The sequence of passes through the model, forward and backward, written once for every backend.
+//
+// A Backend supplies memory (allocate, release, zero, to_device, to_host) and the passes; the signatures,
+// with the shape of every pointer, stand in train_xmod.cpp. Pass arguments are outputs first, then inputs,
+// then sizes. Gradients of parameters are always added to; gradients of activations are written, except
+// where a pass says that it adds.
+#pragma once
+
+#include <functional>
+#include <string>
+#include <vector>
+
+#include "xmod/activations.h"
+#include "xmod/device_buffer.h"
+#include "xmod/rng.h"
+#include "xmod_common.h"
+
+namespace xmod {
+
+// How a sparse layer selects its tokens.
+enum class Routing {
+  topk,       // the C best of each sequence; used to train
+  threshold,  // all above the layer's threshold: causal; used to generate, and to evaluate beside top-k
+};
+
+// Bytes of the arena, by group, before anything is allocated.
+template <class floatX>
+Arena measure_activations(const ModelConfig& c, int64_t B, int64_t T, Use use) {
+  Arena arena;
+  carve_activations<floatX>(arena, c, make_layer_plan(c), B, T, use);
+  return arena;
+}
+
+template <class Backend>
+class Model {
+ public:
+  using floatX = typename Backend::floatX;
+
+  // Allocates for batches of up to max_batch sequences of up to config.seq_len tokens. Weights are zero until
+  // initialise() or a checkpoint fills them.
+  Model(Backend& backend, const ModelConfig& config, int64_t max_batch, Use use)
+      : config(config),
+        plan(make_layer_plan(config)),
+        table(make_parameter_table(config, plan)),
+        sparse_layers(count_sparse(plan)),
+        be_(backend),
+        params_(backend, table.total),
+        grads_(backend, use == Use::training ? table.total : 0),
+        threshold_(backend, sparse_layers),
+        kth_sum_(backend, sparse_layers),
+        rope_(backend, config.seq_len * config.head_dim),
+        arena_(backend, arena_bytes(config, max_batch, use)),
+        max_batch_(max_batch) {
+    for (const Layer& layer : plan) {
+      if (layer.ffn != Ffn::swiglu || layer.attention == Attention::none ||
+          (layer.routed && layer.attention != Attention::selected)) {
+        fail("--arch ", arch_name(config.arch),
+             ": `plan` can count this architecture, but its passes are not ",
+             "built yet; train dense, mod or xmod");
+      }
+    }
+    be_.rope_table(rope_.data(), config.seq_len, config.head_dim, config.rope_theta);
+    if (use == Use::training) training_ = carve(use);
+    inference_ = carve(Use::inference);
+  }
+
+  // DESIGN.md section 1, "Init": every tensor from its own stream of the seed.
+  void initialise(uint64_t seed) {
+    std::vector<float> host(static_cast<size_t>(table.total), 0.0f);
+    for (const Parameter& p : table.entries) {
+      float* out = host.data() + p.offset;
+      if (p.init == Init::ones || p.init == Init::gate) {
+        const double value = p.init == Init::ones ? 1 : config.residual_gate_init;
+        std::fill(out, out + p.size, static_cast<float>(value));
+      } else {
+        fill_normal(out, p.size, init_std(p), seed, stream_of(p.name));
+      }
+    }
+    be_.to_device(params_.data(), host.data(), table.total);
+  }
+
+  // Runs tokens (B, T) forward and backward under top-k routing; adds the gradient of
+  // loss_scale * mean loss to grads() and returns the mean loss. Both inputs lie on the host.
+  double forward_backward(const int32_t* tokens, const int32_t* targets, int64_t B, int64_t T,
+                          float loss_scale) {
+    start_batch(training_, tokens, targets, B, T);
+    forward_layers(Routing::topk);
+    const double loss = head_forward_backward(loss_scale);
+    backward_layers();
+    be_.add_row_means(kth_sum_.data(), act_->kth_score, sparse_layers, B);
+    return loss;
+  }
+
+  // Mean loss of tokens (B, T), forward only.
+  double loss(const int32_t* tokens, const int32_t* targets, int64_t B, int64_t T, Routing routing) {
+    start_batch(inference_, tokens, targets, B, T);
+    forward_layers(routing);
+    return head_forward();
+  }
+
+  // Logits of the rows first .. first + rows of tokens (1, T), to out (rows, V) on the host.
+  void logits(float* out, const int32_t* tokens, int64_t T, int64_t first, int64_t rows, Routing routing) {
+    start_batch(inference_, tokens, tokens, 1, T);
+    forward_layers(routing);
+    const int64_t d = config.dim, V = config.vocab_size;
+    be_.rmsnorm_forward(act_->final_norm, act_->final_rstd, act_->stream, weight(table.final_norm), n_, d,
+                        eps());
+    std::vector<floatX> chunk(static_cast<size_t>(std::min(rows, act_->logit_rows) * V));
+    for (int64_t row = 0; row < rows; row += act_->logit_rows) {
+      const int64_t count = std::min(act_->logit_rows, rows - row);
+      be_.matmul_forward(act_->logits, act_->final_norm + (first + row) * d, weight(table.embed_tokens),
+                         count, d, V);
+      be_.to_host(chunk.data(), act_->logits, count * V);
+      std::copy(chunk.begin(), chunk.begin() + count * V, out + row * V);
+    }
+  }
+
+  // Closes a training step of `sequences` sequences: moves every threshold tau towards the mean C-th largest
+  // score. step counts from 1; the step-dependent rate is Adam's bias correction, folded into the average.
+  void update_thresholds(int64_t step, int64_t micro_batches) {
+    const double rate = (1 - kThresholdDecay) / (1 - std::pow(kThresholdDecay, static_cast<double>(step)));
+    be_.threshold_update(threshold_.data(), kth_sum_.data(), static_cast<float>(1.0 / micro_batches),
+                         static_cast<float>(rate), sparse_layers);
+  }
+
+  void zero_gradients() { be_.zero(grads_.data(), table.total); }
+
+  float* params() const { return params_.data(); }         // (table.total)
+  float* grads() const { return grads_.data(); }           // (table.total)
+  float* thresholds() const { return threshold_.data(); }  // (sparse_layers) tau
+  Backend& backend() const { return be_; }
+  int64_t max_batch() const { return max_batch_; }
+  // The last batch's intermediate tensors, on the device; layers() of a forward_backward batch only.
+  const Activations<floatX>& activations() const { return *act_; }
+
+  // When set, is told the rows that each sparse layer has just selected (routing analysis, tests).
+  std::function<void(size_t layer, const Rows& rows)> on_selection;
+
+  const ModelConfig config;
+  const LayerPlan plan;
+  const ParameterTable table;
+  const int64_t sparse_layers;
+
+ private:
+  static constexpr double kThresholdDecay = 0.99;
+
+  // Evaluation happens between training steps, in the same memory.
+  static int64_t arena_bytes(const ModelConfig& c, int64_t max_batch, Use use) {
+    const int64_t inference = measure_activations<floatX>(c, max_batch, c.seq_len, Use::inference).used();
+    if (use == Use::inference) return inference;
+    return std::max(inference, measure_activations<floatX>(c, max_batch, c.seq_len, Use::training).used());
+  }
+
+  Activations<floatX> carve(Use use) {
+    Arena arena(arena_.data());
+    return carve_activations<floatX>(arena, config, plan, max_batch_, config.seq_len, use);
+  }
+
+  double init_std(const Parameter& p) const {
+    const double fan_in = static_cast<double>(p.shape.back());
+    switch (p.init) {
+      case Init::embedding:
+        return 0.02;
+      case Init::matrix:
+        return 1 / std::sqrt(fan_in);
+      case Init::residual_matrix:
+        return 1 / std::sqrt(fan_in * 2 * static_cast<double>(config.active_layers));
+      case Init::router:
+        return 0.5 / std::sqrt(fan_in);
+      default:
+        return 0;
+    }
+  }
+
+  float eps() const { return static_cast<float>(config.rms_norm_eps); }
+  const float* weight(int64_t offset) const { return params_.data() + offset; }
+  float* gradient(int64_t offset) const { return grads_.data() + offset; }
+  bool gated(const LayerParameters& p) const { return p.residual_gate >= 0; }
+
+  // --- forward ---
+
+  void start_batch(Activations<floatX>& act, const int32_t* tokens, const int32_t* targets, int64_t B,
+                   int64_t T) {
+    act_ = &act;
+    B_ = B, T_ = T, n_ = B * T, C_ = tokens_selected(config, T);
+    be_.to_device(act.tokens, tokens, n_);
+    be_.to_device(act.targets, targets, n_);
+    be_.fill_sequence(act.all_rows, n_);
+    be_.uniform_offsets(act.all_offsets, B, T);
+    be_.uniform_offsets(act.topk_offsets, B, C_);
+  }
+
+  void forward_layers(Routing routing) {
+    be_.encoder_forward(act_->stream, act_->tokens, weight(table.embed_tokens), n_, config.dim);
+    for (size_t l = 0; l < plan.size(); l++) layer_forward(l, routing);
+  }
+
+  void layer_forward(size_t l, Routing routing) {
+    const LayerParameters& p = table.layers[l];
+    LayerActivations<floatX>& a = act_->layers[l];
+    if (plan[l].routed) {
+      select_rows(l, routing);
+    } else {
+      a.rows.n = n_;
+    }
+    attention_part_forward(a, p);
+    ffn_part_forward(a, p);
+    be_.gated_scatter_forward(act_->stream, a.delta, a.router_logit,
+                              gated(p) ? weight(p.residual_gate) : nullptr, a.rows.row, a.rows.n, config.dim);
+  }
+
+  // Chooses the tokens of sparse layer l and keeps their router logits.
+  void select_rows(size_t l, Routing routing) {
+    const Layer& layer = plan[l];
+    LayerActivations<floatX>& a = act_->layers[l];
+    if (layer.depth_in_interval == 0) be_.zero(act_->times_selected, n_);
+    be_.router_forward(act_->score, act_->stream, weight(table.layers[l].router), n_, config.dim, eps());
+    be_.token_bias_forward(
+        act_->selection_score, act_->score, act_->times_selected, static_cast<float>(token_bias(config)),
+        static_cast<float>(layer.depth_in_interval) / static_cast<float>(config.token_sparsity), n_);
+    if (routing == Routing::topk) {
+      a.rows.n = B_ * C_;
+      be_.copy(a.rows.offsets, act_->topk_offsets, B_ + 1);
+      be_.select_topk(a.rows.row, act_->kth_score + layer.sparse_index * B_, act_->selection_score, B_, T_,
+                      C_);
+    } else {
+      a.rows.n = be_.select_threshold(a.rows.row, a.rows.offsets, act_->selection_score,
+                                      threshold_.data() + layer.sparse_index, B_, T_);
+    }
+    be_.count_selected(a.router_logit, act_->times_selected, act_->score, a.rows.row, a.rows.n);
+    if (on_selection) on_selection(l, a.rows);
+  }
+
+  // delta = Attn(RMSNorm(x)), x = the layer's rows of the stream.
+  void attention_part_forward(LayerActivations<floatX>& a, const LayerParameters& p) {
+    const ModelConfig& c = config;
+    const int64_t n = a.rows.n;
+    be_.gather_rmsnorm_forward(a.x, a.attn_norm, a.attn_rstd, act_->stream, weight(p.input_layernorm),
+                               a.rows.row, n, c.dim, eps());
+    be_.matmul_forward(a.qkv, a.attn_norm, weight(p.q_proj), n, c.dim, c.qkv_dim());
+    be_.qk_norm_rope_forward(a.q, a.k, a.qk_rstd, a.qkv, weight(p.q_norm), weight(p.k_norm), rope_.data(),
+                             a.rows.row, n, T_, c.seq_len, c.heads, c.kv_heads, c.head_dim, eps());
+    be_.attention_forward(a.attn, a.lse, a.q, a.k, a.qkv, a.rows.offsets, B_, c.heads, c.kv_heads,
+                          c.head_dim);
+    be_.matmul_forward(a.delta, a.attn, weight(p.o_proj), n, c.q_dim(), c.dim);
+  }
+
+  // delta += FFN(RMSNorm(x + delta)).
+  void ffn_part_forward(LayerActivations<floatX>& a, const LayerParameters& p) {
+    const ModelConfig& c = config;
+    const int64_t n = a.rows.n;
+    be_.residual_rmsnorm_forward(a.h, a.ffn_norm, a.ffn_rstd, a.x, a.delta,
+                                 weight(p.post_attention_layernorm), n, c.dim, eps());
+    be_.matmul_forward(a.gate_up, a.ffn_norm, weight(p.gate_proj), n, c.dim, 2 * c.ffn_dim);
+    be_.swiglu_forward(a.act, a.gate_up, n, c.ffn_dim);
+    be_.matmul_add_forward(a.delta, a.act, weight(p.down_proj), n, c.ffn_dim, c.dim);
+  }
+
+  // Walks the rows in chunks so that only (logit_rows, V) logits exist; returns the mean loss.
+  double head_forward() {
+    const int64_t d = config.dim, V = config.vocab_size;
+    be_.rmsnorm_forward(act_->final_norm, act_->final_rstd, act_->stream, weight(table.final_norm), n_, d,
+                        eps());
+    for (int64_t row = 0; row < n_; row += act_->logit_rows) {
+      const int64_t count = std::min(act_->logit_rows, n_ - row);
+      be_.matmul_forward(act_->logits, act_->final_norm + row * d, weight(table.embed_tokens), count, d, V);
+      be_.crossentropy_forward(act_->losses + row, act_->logits, act_->targets + row, count, V);
+    }
+    return be_.mean(act_->losses, n_);
+  }
+
+  // The same with the backward pass of the head: leaves dstream.
+  double head_forward_backward(float loss_scale) {
+    const int64_t d = config.dim, V = config.vocab_size;
+    const float dloss = loss_scale / static_cast<float>(n_);
+    be_.rmsnorm_forward(act_->final_norm, act_->final_rstd, act_->stream, weight(table.final_norm), n_, d,
+                        eps());
+    for (int64_t row = 0; row < n_; row += act_->logit_rows) {
+      const int64_t count = std::min(act_->logit_rows, n_ - row);
+      be_.matmul_forward(act_->logits, act_->final_norm + row * d, weight(table.embed_tokens), count, d, V);
+      be_.crossentropy_forward_backward(act_->losses + row, act_->logits, act_->targets + row, dloss, count,
+                                        V);
+      be_.matmul_backward(act_->dfinal + row * d, gradient(table.embed_tokens), act_->logits,
+                          act_->final_norm + row * d, weight(table.embed_tokens), count, d, V);
+    }
+    be_.rmsnorm_backward(act_->dstream, gradient(table.final_norm), act_->dfinal, act_->stream,
+                         weight(table.final_norm), act_->final_rstd, n_, d);
+    return be_.mean(act_->losses, n_);
+  }
+
+  // --- backward ---
+
+  void backward_layers() {
+    for (size_t l = plan.size(); l-- > 0;) layer_backward(l);
+    be_.encoder_backward(gradient(table.embed_tokens), act_->dstream, act_->tokens, n_, config.vocab_size,
+                         config.dim);
+  }
+
+  void layer_backward(size_t l) {
+    const LayerParameters& p = table.layers[l];
+    const LayerActivations<floatX>& a = act_->layers[l];
+    LayerGradients<floatX>& g = act_->grads;
+    be_.gated_scatter_backward(
+        g.ddelta, g.dlogit, gated(p) ? gradient(p.residual_gate) : nullptr, act_->dstream, a.delta,
+        a.router_logit, gated(p) ? weight(p.residual_gate) : nullptr, a.rows.row, a.rows.n, config.dim);
+    ffn_part_backward(a, p, g);
+    attention_part_backward(a, p, g);
+    if (plan[l].routed) {
+      be_.router_backward(g.dx, gradient(p.router), g.dlogit, a.x, weight(p.router), a.rows.n, config.dim,
+                          eps());
+    }
+    be_.scatter_add(act_->dstream, g.dx, a.rows.row, a.rows.n, config.dim);
+  }
+
+  // From ddelta: the FFN's gradients; dx = d(h); ddelta += d(h), since h = x + delta before the FFN.
+  void ffn_part_backward(const LayerActivations<floatX>& a, const LayerParameters& p,
+                         LayerGradients<floatX>& g) {
+    const ModelConfig& c = config;
+    const int64_t n = a.rows.n;
+    be_.matmul_backward(g.dact, gradient(p.down_proj), g.ddelta, a.act, weight(p.down_proj), n, c.ffn_dim,
+                        c.dim);
+    be_.swiglu_backward(g.dgate_up, g.dact, a.gate_up, n, c.ffn_dim);
+    be_.matmul_backward(g.dnorm, gradient(p.gate_proj), g.dgate_up, a.ffn_norm, weight(p.gate_proj), n, c.dim,
+                        2 * c.ffn_dim);
+    be_.residual_rmsnorm_backward(g.dx, g.ddelta, gradient(p.post_attention_layernorm), g.dnorm, a.h,
+                                  weight(p.post_attention_layernorm), a.ffn_rstd, n, c.dim);
+  }
+
+  // From ddelta = d(attention): the attention's gradients; dx += d(x) through the norm.
+  void attention_part_backward(const LayerActivations<floatX>& a, const LayerParameters& p,
+                               LayerGradients<floatX>& g) {
+    const ModelConfig& c = config;
+    const int64_t n = a.rows.n;
+    be_.matmul_backward(g.dattn, gradient(p.o_proj), g.ddelta, a.attn, weight(p.o_proj), n, c.q_dim(), c.dim);
+    be_.attention_backward(g.dq, g.dk, g.dqkv, g.dattn, a.q, a.k, a.qkv, a.attn, a.lse, a.rows.offsets, B_,
+                           c.heads, c.kv_heads, c.head_dim);
+    be_.qk_norm_rope_backward(g.dqkv, gradient(p.q_norm), gradient(p.k_norm), g.dq, g.dk, a.qkv,
+                              weight(p.q_norm), weight(p.k_norm), a.qk_rstd, rope_.data(), a.rows.row, n, T_,
+                              c.seq_len, c.heads, c.kv_heads, c.head_dim);
+    be_.matmul_backward(g.dnorm, gradient(p.q_proj), g.dqkv, a.attn_norm, weight(p.q_proj), n, c.dim,
+                        c.qkv_dim());
+    be_.rmsnorm_add_backward(g.dx, gradient(p.input_layernorm), g.dnorm, a.x, weight(p.input_layernorm),
+                             a.attn_rstd, n, c.dim);
+  }
+
+  Backend& be_;
+  DeviceBuffer<Backend, float> params_, grads_;
+  DeviceBuffer<Backend, float> threshold_, kth_sum_;  // (sparse_layers)
+  DeviceBuffer<Backend, float> rope_;                 // (T, hd/2) cosines, then (T, hd/2) sines
+  DeviceBuffer<Backend, unsigned char> arena_;
+  int64_t max_batch_;
+  Activations<floatX> training_, inference_;
+  Activations<floatX>* act_ = nullptr;     // of the running batch
+  int64_t B_ = 0, T_ = 0, n_ = 0, C_ = 0;  // of the running batch; C: tokens a sparse layer selects
+};
+
+}  // namespace xmod

@@ -1,0 +1,341 @@
+// `plan`: what a model is made of and what it costs, before anything is allocated: a picture of its layers,
+// parameters, FLOPs, tokens for a compute budget, memory by group.
+#pragma once
+
+#include <algorithm>
+#include <cmath>
+#include <cstdint>
+#include <cstdio>
+#include <nlohmann/json.hpp>
+#include <ostream>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "xmod/activations.h"
+#include "xmod/model.h"
+#include "xmod/options.h"
+#include "xmod_common.h"
+
+namespace xmod {
+
+// ---------------------------------------------------------------------------------------------------
+// The layer pattern, drawn
+
+namespace detail {
+
+// A run of dense layers, or of sparse ones in units of `unit` layers.
+struct LayerRun {
+  bool sparse;
+  int64_t length;
+  int64_t unit;
+};
+
+inline std::vector<LayerRun> layer_runs(const ModelConfig& c, const LayerPlan& plan) {
+  const int64_t unit = has_units(c.arch) ? c.token_sparsity : 1;
+  std::vector<LayerRun> runs;
+  for (const Layer& layer : plan) {
+    if (runs.empty() || runs.back().sparse != layer.routed) runs.push_back({layer.routed, 0, unit});
+    runs.back().length++;
+  }
+  return runs;
+}
+
+inline std::string times(int64_t n, const std::string& what) {
+  return n == 1 ? what : std::to_string(n) + "x" + what;
+}
+
+inline std::string abbreviate(const LayerRun& run) {
+  if (!run.sparse) return times(run.length, "D");
+  const std::string unit = times(run.unit, "S");
+  const int64_t units = run.length / run.unit;
+  return units == 1 ? unit : times(units, run.unit == 1 ? unit : "(" + unit + ")");
+}
+
+constexpr int64_t kRowWidth = 96;
+
+// "SSSS", or "300xS" where that would not fit a row.
+inline std::string letters(char letter, int64_t n) {
+  return n <= kRowWidth ? std::string(static_cast<size_t>(n), letter) : times(n, std::string(1, letter));
+}
+
+// "SSSS SSSS"; one row for each unit where they do not fit into one.
+inline std::vector<std::string> draw_sparse(const LayerRun& run) {
+  const int64_t units = run.length / run.unit;
+  const std::string unit = letters('S', run.unit);
+  if (units * static_cast<int64_t>(unit.size() + 1) > kRowWidth) {
+    return std::vector<std::string>(static_cast<size_t>(units), unit);
+  }
+  std::string row = unit;
+  for (int64_t i = 1; i < units; i++) row += " " + unit;
+  return {row};
+}
+
+}  // namespace detail
+
+// "4xD 4x[4x(8xS) D] 3x(8xS) D": runs of layers, equal intervals counted.
+inline std::string abbreviated_pattern(const ModelConfig& c, const LayerPlan& plan) {
+  const std::vector<detail::LayerRun> runs = detail::layer_runs(c, plan);
+  std::vector<std::pair<std::string, int64_t>> parts;  // and how often each stands in a row
+  for (size_t i = 0; i < runs.size(); i++) {
+    std::string part = detail::abbreviate(runs[i]);
+    if (runs[i].sparse && i + 1 < runs.size()) part += " " + detail::abbreviate(runs[++i]);
+    if (parts.empty() || parts.back().first != part) parts.emplace_back(part, 0);
+    parts.back().second++;
+  }
+  std::string text;
+  for (const auto& [part, count] : parts) {
+    text += (text.empty() ? "" : " ") + (count == 1 ? part : detail::times(count, "[" + part + "]"));
+  }
+  return text;
+}
+
+// One letter a layer, one word a unit, one row an interval with the anchor that ends it.
+inline std::vector<std::string> pattern_rows(const ModelConfig& c, const LayerPlan& plan) {
+  std::vector<std::string> rows;
+  bool open = false;  // the last row waits for its anchor
+  for (const detail::LayerRun& run : detail::layer_runs(c, plan)) {
+    if (run.sparse) {
+      for (std::string& row : detail::draw_sparse(run)) rows.push_back(std::move(row));
+    } else {
+      if (open) rows.back() += " D";
+      const int64_t rest = run.length - (open ? 1 : 0);
+      if (rest > 0) rows.push_back(detail::letters('D', rest));
+    }
+    open = run.sparse;
+  }
+  return rows;
+}
+
+// ---------------------------------------------------------------------------------------------------
+// Memory
+
+struct MemoryEstimate {
+  std::vector<std::pair<std::string, int64_t>> groups;  // name, bytes
+  bool activations_known = true;  // false: the passes of this architecture are not built yet
+
+  int64_t total() const {
+    int64_t bytes = 0;
+    for (const auto& [name, size] : groups) bytes += size;
+    return bytes;
+  }
+};
+
+namespace detail {
+
+// The layer kinds that xmod/activations.h knows how to carve.
+inline bool activations_known(const LayerPlan& plan) {
+  return std::all_of(plan.begin(), plan.end(), [](const Layer& layer) {
+    return layer.ffn == Ffn::swiglu &&
+           layer.attention == (layer.routed ? Attention::selected : Attention::full);
+  });
+}
+
+inline void add_activations(MemoryEstimate& memory, const ModelConfig& c, int64_t batch_size) {
+  const Arena training = measure_activations<float>(c, batch_size, c.seq_len, Use::training);
+  for (const auto& group : training.groups()) memory.groups.push_back(group);
+  const int64_t more =
+      measure_activations<float>(c, batch_size, c.seq_len, Use::inference).used() - training.used();
+  if (more > 0) memory.groups.emplace_back("evaluation, beyond training", more);
+}
+
+}  // namespace detail
+
+// Training with fp32 parameters on batches of batch_size sequences.
+inline MemoryEstimate estimate_memory(const ModelConfig& c, int64_t batch_size,
+                                      Optimizer optimizer = Optimizer::muon) {
+  constexpr int64_t kFloat = sizeof(float);
+  const LayerPlan plan = make_layer_plan(c);
+  const ParameterTable table = make_parameter_table(c, plan);
+  int64_t second_moments = 0;
+  for (const Parameter& p : table.entries) {
+    if (optimizer == Optimizer::adamw || p.optimizer == Optimizer::adamw) second_moments += p.size;
+  }
+  MemoryEstimate memory;
+  memory.groups = {
+      {"parameters", table.total * kFloat},
+      {"gradients", table.total * kFloat},
+      {"optimizer: momentum", table.total * kFloat},
+      {"optimizer: AdamW's second moments", second_moments * kFloat},
+      {"rotary table and thresholds", (c.seq_len * c.head_dim + 2 * count_sparse(plan)) * kFloat},
+  };
+  memory.activations_known = detail::activations_known(plan);
+  if (memory.activations_known) detail::add_activations(memory, c, batch_size);
+  return memory;
+}
+
+namespace detail {
+
+template <class... Values>
+std::string print(const char* pattern, Values... values) {
+  char text[128];
+  std::snprintf(text, sizeof text, pattern, values...);
+  return text;
+}
+
+inline std::string bytes(int64_t n) {
+  const double mib = static_cast<double>(n) / (1 << 20);
+  return mib < 1024 ? print("%9.2f MiB", mib) : print("%9.2f GiB", mib / 1024);
+}
+
+}  // namespace detail
+
+inline void print_memory(const ModelConfig& c, const MemoryEstimate& memory, std::ostream& out) {
+  auto row = [&](const std::string& name, const std::string& value) {
+    out << detail::print("  %-38s", name.c_str()) << value << "\n";
+  };
+  for (const auto& [name, bytes] : memory.groups) {
+    if (bytes > 0) row(name, detail::bytes(bytes));
+  }
+  if (memory.activations_known) {
+    row("total", detail::bytes(memory.total()));
+  } else {
+    row("activations", "estimate for " + arch_name(c.arch) + " not available");
+    row("total without activations", detail::bytes(memory.total()));
+  }
+}
+
+// ---------------------------------------------------------------------------------------------------
+// The plan
+
+// Tokens that a compute budget pays for.
+inline int64_t tokens_for_compute(const ModelConfig& c, double compute) {
+  return static_cast<int64_t>(compute / training_flops_per_token(c));
+}
+
+namespace detail {
+
+inline nlohmann::ordered_json memory_json(const MemoryEstimate& memory) {
+  nlohmann::ordered_json out;
+  for (const auto& [name, bytes] : memory.groups) out[name] = bytes;
+  if (!memory.activations_known) out["activations"] = nullptr;
+  out["total"] = memory.activations_known ? nlohmann::ordered_json(memory.total()) : nullptr;
+  return out;
+}
+
+// "6:64+2" is the paper's way to write 6 of 64 experts and 2 shared ones.
+inline std::string title(const ModelConfig& c) {
+  std::string name = arch_name(c.arch);
+  if (c.arch == Arch::mod) name += " K" + std::to_string(c.token_sparsity);
+  if (has_units(c.arch)) {
+    name += c.anchors ? " A" + std::to_string(c.anchor_stride) + "K" : " without anchors, K";
+    name += std::to_string(c.token_sparsity);
+  }
+  if (c.arch == Arch::moe) {
+    name += " " + std::to_string(c.experts_per_token) + ":" + std::to_string(c.experts);
+    if (c.shared_experts > 0) name += "+" + std::to_string(c.shared_experts);
+  }
+  return name;
+}
+
+inline std::string meaning_of_dense(const ModelConfig& c) {
+  return c.arch == Arch::moe ? "attention of every token; the feed-forward part by experts"
+                             : "dense: processes every token";
+}
+
+inline std::string meaning_of_sparse(const ModelConfig& c) {
+  const std::string share = "1 in " + std::to_string(c.token_sparsity) + " tokens";
+  if (c.arch == Arch::routed_ffn) {
+    return "sparse: the first of a unit has attention over every token; the feed-forward part processes " +
+           share;
+  }
+  if (c.arch == Arch::selected_q) return "sparse: keys and values of every token; the rest of " + share;
+  return "sparse: processes " + share;
+}
+
+inline void print_layers(const ModelConfig& c, std::ostream& out) {
+  const LayerPlan plan = make_layer_plan(c);
+  const std::vector<std::string> rows = pattern_rows(c, plan);
+  out << "Layers\n  " << abbreviated_pattern(c, plan) << "\n\n";
+  for (size_t i = 0, same; i < rows.size(); i += same) {
+    for (same = 1; i + same < rows.size() && rows[i + same] == rows[i];) same++;
+    out << "  " << rows[i] << (same > 1 ? "   x" + std::to_string(same) : "") << "\n";
+  }
+  out << "\n  D  " << meaning_of_dense(c) << "\n";
+  if (count_sparse(plan) > 0) out << "  S  " << meaning_of_sparse(c) << "\n";
+}
+
+// 2.64B, 540M, 1.46M
+inline std::string rounded(double n) {
+  const char unit = n >= 1e9 ? 'B' : n >= 1e6 ? 'M' : 'K';
+  const double scaled = n / (unit == 'B' ? 1e9 : unit == 'M' ? 1e6 : 1e3);
+  const int digits = scaled < 10 ? 2 : scaled < 100 ? 1 : 0;
+  return print("%.*f%c", digits, scaled, unit);
+}
+
+// 3.93e9
+inline std::string scientific(double x) {
+  int exponent = x > 0 ? static_cast<int>(std::floor(std::log10(x))) : 0;
+  if (x / std::pow(10, exponent) >= 9.995) exponent++;
+  return print("%.2fe%d", x / std::pow(10, exponent), exponent);
+}
+
+// 2,640,123,456
+inline std::string grouped(int64_t n) {
+  std::string digits = std::to_string(n);
+  for (size_t at = digits.size(); at > 3;) digits.insert(at -= 3, ",");
+  return digits;
+}
+
+inline void print_counts(const ModelConfig& c, double compute, std::ostream& out) {
+  const Accounting a = account(c);
+  const double dense = account(dense_reference(c)).flops_per_token;
+  auto row = [&](const char* name, const std::string& value) {
+    out << print("  %-22s", name) << value << "\n";
+  };
+  auto parameters = [](double n) { return rounded(n) + " (" + grouped(std::llround(n)) + ")"; };
+  out << "\nCounts\n";
+  row("layers", std::to_string(a.layers) + " = " + std::to_string(a.dense_layers) + " dense + " +
+                    std::to_string(a.sparse_layers) + " sparse; " + std::to_string(c.active_layers) +
+                    " active");
+  row("parameters", parameters(static_cast<double>(a.params_total)));
+  row("  in matrices", parameters(static_cast<double>(a.params_matrix)));
+  row("  active for a token", parameters(a.params_active));
+  row("FLOPs per token",
+      scientific(a.flops_per_token) + " forward, " + scientific(3 * a.flops_per_token) + " to train");
+  row("  relative to dense", print("%.2f of ", a.flops_per_token / dense) + scientific(dense));
+  if (compute > 0) {
+    const double tokens = static_cast<double>(tokens_for_compute(c, compute));
+    row("tokens", scientific(tokens) + " for " + scientific(compute) + " FLOPs");
+    row("  a dense model's", scientific(compute / (3 * dense)));
+  }
+}
+
+}  // namespace detail
+
+inline nlohmann::ordered_json plan_json(const ModelConfig& c, const PlanOptions& o) {
+  const Accounting a = account(c);
+  nlohmann::ordered_json out = {
+      {"arch", arch_name(c.arch)},
+      {"pattern", pattern(make_layer_plan(c))},
+      {"layers", a.layers},
+      {"dense_layers", a.dense_layers},
+      {"sparse_layers", a.sparse_layers},
+      {"active_layers", c.active_layers},
+      {"params_total", a.params_total},
+      {"params_matrix", a.params_matrix},
+      {"params_active", std::llround(a.params_active)},
+      {"flops_per_token", a.flops_per_token},
+      {"flops_ratio_to_dense", flops_ratio_to_dense(c)},
+      {"tokens", nullptr},
+      {"memory", detail::memory_json(estimate_memory(c, o.batch_size))},
+  };
+  if (o.compute > 0) out["tokens"] = tokens_for_compute(c, o.compute);
+  return out;
+}
+
+inline void print_plan(const Options& options, std::ostream& out) {
+  const ModelConfig& c = options.model;
+  const PlanOptions& o = options.plan;
+  if (o.json) {
+    out << plan_json(c, o).dump(2) << "\n";
+    return;
+  }
+  out << detail::title(c) << ", " << c.active_layers << " active layers, context " << c.seq_len << "\n\n";
+  detail::print_layers(c, out);
+  detail::print_counts(c, o.compute, out);
+  out << "\nMemory to train on batches of " << o.batch_size << " x " << c.seq_len << " tokens in fp32\n";
+  print_memory(c, estimate_memory(c, o.batch_size), out);
+}
+
+}  // namespace xmod
