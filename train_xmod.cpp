@@ -36,6 +36,13 @@ class CpuBackend {
   using floatX = float;  // of activations and weights inside products
   static constexpr const char* kName = "cpu";
 
+  // threads: how many to use; 0: OpenMP's default.
+  explicit CpuBackend([[maybe_unused]] int64_t threads = 0) {
+#ifdef _OPENMP
+    if (threads > 0) omp_set_num_threads(static_cast<int>(threads));
+#endif
+  }
+
   static int threads() {
 #ifdef _OPENMP
     return omp_get_max_threads();
@@ -361,7 +368,7 @@ class CpuBackend {
                               int64_t n, int64_t d) {
     if (!logit) return gather(ddelta, dstream, row, n, d);
     const float a = alpha ? *alpha : 1;
-    float* dgate = row_values_.at_least(n);  // (n) <dstream, delta> * 2 sigmoid(s): the gradient of alpha
+    float* dgate = row_values_.reserve(n);  // (n) <dstream, delta> * 2 sigmoid(s): the gradient of alpha
 #pragma omp parallel for schedule(static)
     for (int64_t i = 0; i < n; i++) {
       const float* dout = dstream + row[i] * d;
@@ -673,7 +680,7 @@ class CpuBackend {
   void add_row_sums(float* dweight, int64_t n, int64_t d, Visit visit) {
     constexpr int64_t kRows = 64;
     const int64_t chunks = (n + kRows - 1) / kRows;
-    float* partial = row_sums_.at_least(chunks * d);  // (chunks, d)
+    float* partial = row_sums_.reserve(chunks * d);  // (chunks, d)
 #pragma omp parallel for schedule(static)
     for (int64_t c = 0; c < chunks; c++) {
       float* sum = partial + c * d;
@@ -689,7 +696,7 @@ class CpuBackend {
   // --- Muon ---
 
   struct MuonScratch {
-    AlignedBuffer x, next, gram, polynomial;
+    detail::AlignedFloats x, next, gram, polynomial;
     MatmulScratch matmul;
   };
 
@@ -698,7 +705,7 @@ class CpuBackend {
     const int64_t size = rows * cols;
     const bool tall = rows > cols;
     const int64_t R = std::min(rows, cols), C = std::max(rows, cols);
-    float* x = scratch.x.at_least(size);  // (R, C): Nesterov's update, transposed when tall
+    float* x = scratch.x.reserve(size);  // (R, C): Nesterov's update, transposed when tall
     for (int64_t i = 0; i < rows; i++) {
       for (int64_t j = 0; j < cols; j++) {
         const float g = grad[i * cols + j] * h.grad_scale;
@@ -721,10 +728,10 @@ class CpuBackend {
   // X <- a X + (b A + c A A) X with A = X X^T. Returns the result.
   static const float* newton_schulz(int64_t R, int64_t C, MuonScratch& scratch) {
     constexpr float a = 3.4445f, b = -4.7750f, c = 2.0315f;
-    float* x = scratch.x.at_least(R * C);
-    float* next = scratch.next.at_least(R * C);
-    float* gram = scratch.gram.at_least(R * R);              // A
-    float* polynomial = scratch.polynomial.at_least(R * R);  // b A + c A A
+    float* x = scratch.x.reserve(R * C);
+    float* next = scratch.next.reserve(R * C);
+    float* gram = scratch.gram.reserve(R * R);              // A
+    float* polynomial = scratch.polynomial.reserve(R * R);  // b A + c A A
     const float norm = static_cast<float>(std::sqrt(sum_of_squares_double(x, R * C)));
     for (int64_t i = 0; i < R * C; i++) x[i] /= norm + 1e-7f;
     for (int step = 0; step < 5; step++) {
@@ -741,7 +748,7 @@ class CpuBackend {
 
   MatmulScratch matmul_scratch_;
   AttentionScratch attention_scratch_;
-  AlignedBuffer row_sums_, row_values_;
+  detail::AlignedFloats row_sums_, row_values_;
   std::vector<MuonScratch> muon_scratch_;
 };
 

@@ -42,14 +42,13 @@ installed() {
   [ "$(dpkg-query -W -f '${db:Status-Status}' "$1" 2>/dev/null)" = installed ]
 }
 
-# Keeps the words that are not installed, each once.
+# Those of the packages that are not installed, on one line.
 missing() {
   for package in "$@"; do
     installed "$package" || echo "$package"
   done | sort -u | tr '\n' ' ' | sed 's/ $//'
 }
 
-# The command before apt-get: nothing for root, sudo for others; fails where there is neither.
 as_root() {
   if [ "$(id -u)" = 0 ]; then
     "$@"
@@ -58,10 +57,10 @@ as_root() {
   fi
 }
 
-# $1 is a list of packages.
+# Waits for another apt that is at work instead of failing on its lock.
 apt_install() {
-  # shellcheck disable=SC2086  # one word for each package
-  as_root env DEBIAN_FRONTEND=noninteractive apt-get install -y --no-install-recommends $1
+  as_root env DEBIAN_FRONTEND=noninteractive apt-get install -y --no-install-recommends \
+    -o DPkg::Lock::Timeout=120 "$@"
 }
 
 main() {
@@ -84,17 +83,19 @@ main() {
     fail "this is not Debian or Ubuntu; install what corresponds to:$apt"
   fi
 
-  # shellcheck disable=SC2086
+  # shellcheck disable=SC2086  # in the lists of packages every word is one package
   needed=$(missing $apt)
   [ -n "$needed" ] || exit 0
   if [ "$(id -u)" != 0 ] && ! sudo -n true 2>/dev/null; then
-    fail "these packages are missing and this user may not install them; run: sudo apt-get install -y $needed"
+    fail "packages are missing and this user may not install them unasked; run: sudo apt-get install -y $needed"
   fi
   say "installing $needed"
-  apt_install "$needed" && exit 0
+  # shellcheck disable=SC2086
+  apt_install $needed && exit 0
   say "trying again with fresh package lists"
-  as_root apt-get update
-  apt_install "$needed" || fail "apt-get could not install: $needed"
+  as_root apt-get update || true
+  # shellcheck disable=SC2086
+  apt_install $needed || fail "apt-get could not install $needed; see its messages above"
 }
 
 main "$@"

@@ -133,8 +133,6 @@ def apply_rope(x, rope):
 
 def causal_attention(q, k, v):
     """Row i of q (B, H, n, hd) looks at the rows 0..i of k and v (B, H, n, hd)."""
-    if hasattr(F, "scaled_dot_product_attention"):  # PyTorch 2
-        return F.scaled_dot_product_attention(q, k, v, is_causal=True)
     n, hd = q.shape[-2:]
     future = torch.ones(n, n, dtype=torch.bool, device=q.device).triu(1)
     score = (q / math.sqrt(hd)) @ k.transpose(-2, -1)

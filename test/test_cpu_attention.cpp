@@ -373,7 +373,8 @@ TEST(CpuAttention, NanInAKeyReachesTheRowsThatSeeIt) {
     const bool sees = row >= kRow && row < c.lengths[0];
     for (int64_t h = 0; h < c.H; ++h) ASSERT_EQ(std::isnan(got.lse[row * c.H + h]), sees) << row;
     for (int64_t i = row * c.H * c.hd; i < (row + 1) * c.H * c.hd; ++i) {
-      if (sees || row >= c.lengths[0]) {  // an earlier row may take a NaN from its neighbours' tile as 0 * NaN
+      if (sees ||
+          row >= c.lengths[0]) {  // an earlier row may take a NaN from its neighbours' tile as 0 * NaN
         ASSERT_EQ(std::isnan(got.out[i]), sees) << row;
         ASSERT_EQ(std::isnan(got.dq[i]), sees) << row;
       }

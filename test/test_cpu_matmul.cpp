@@ -74,7 +74,9 @@ struct Guarded {
     for (int64_t i = 0; i < int64_t(data.size()); i++) {
       const int64_t offset = i - kGuard;
       const bool inside = offset >= 0 && offset < rows * stride && offset % stride < cols;
-      if (!inside) ASSERT_EQ(data[i], kSentinel) << where << ": offset " << offset << " was written";
+      if (!inside) {
+        ASSERT_EQ(data[i], kSentinel) << where << ": offset " << offset << " was written";
+      }
     }
   }
 };

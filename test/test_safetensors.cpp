@@ -515,28 +515,31 @@ TEST_F(Safetensors, Fuzz) {
   int64_t loaded = 0, refused = 0;
   for (uint32_t seed = 0; seed < 2000; seed++) {
     std::mt19937 random(seed);
+    // One draw a statement: the order within an expression would be the compiler's choice.
+    const auto below = [&](size_t n) { return random() % n; };
     std::string bytes = valid;
-    for (uint32_t changes = 1 + random() % 3; changes > 0 && !bytes.empty(); changes--) {
-      // Mostly in the header, where the structure is.
-      const size_t at = random() % (random() % 4 ? std::min(bytes.size(), header_end) : bytes.size());
-      switch (random() % 6) {
+    for (size_t changes = 1 + below(3); changes > 0 && !bytes.empty(); changes--) {
+      const bool in_header = below(2);
+      const size_t at = below(in_header ? std::min(bytes.size(), header_end) : bytes.size());
+      const size_t kind = below(6), from = below(bytes.size()), value = below(256), length = below(60);
+      switch (kind) {
         case 0:
-          bytes[at] ^= static_cast<char>(1 << random() % 8);
+          bytes[at] ^= static_cast<char>(1 << value % 8);
           break;
         case 1:
-          bytes[at] = static_cast<char>(random());
+          bytes[at] = static_cast<char>(value);
           break;
         case 2:
-          bytes[at] = "0123456789[]{},:\"-"[random() % 18];
+          bytes[at] = "0123456789[]{},:\"-"[value % 18];
           break;
         case 3:
-          bytes.resize(random() % bytes.size());
+          bytes.resize(from);
           break;
         case 4:
-          bytes.insert(at, bytes.substr(random() % bytes.size(), random() % 60));
+          bytes.insert(at, bytes.substr(from, length));
           break;
         case 5:
-          bytes.erase(at, 1 + random() % 8);
+          bytes.erase(at, 1 + length % 8);
           break;
       }
     }

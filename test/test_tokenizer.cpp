@@ -176,7 +176,7 @@ TEST(PreSplit, Cl100k) {
 
 TEST(PreSplit, InvalidUtf8CountsAsPunctuation) {
   for (const std::string& bad :
-       {"\xFF", "\xC3", "\xE2\x82", "\xC0\xAF", "\xED\xA0\x80", "\xF4\x90\x80\x80"}) {
+       Strings{"\xFF", "\xC3", "\xE2\x82", "\xC0\xAF", "\xED\xA0\x80", "\xF4\x90\x80\x80"}) {
     EXPECT_EQ(pieces("ab" + bad + " cd", gpt2_piece), (Strings{"ab", bad, " cd"}));
     EXPECT_EQ(pieces("ab" + bad, gpt2_piece), (Strings{"ab", bad}));
   }

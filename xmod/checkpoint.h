@@ -97,7 +97,8 @@ std::vector<StoredTensor> optimizer_tensors(const Model<Backend>& model,
   for (size_t i = 0; i < model.table.entries.size(); i++) {
     const Parameter& p = model.table.entries[i];
     const bool muon = optimizer.table.optimizer[i] == Optimizer::muon;
-    tensors.push_back({p.name + (muon ? ".momentum" : ".exp_avg"), p.shape, optimizer.first_moment() + p.offset});
+    tensors.push_back(
+        {p.name + (muon ? ".momentum" : ".exp_avg"), p.shape, optimizer.first_moment() + p.offset});
     if (!muon) {
       tensors.push_back({p.name + ".exp_avg_sq", p.shape,
                          optimizer.second_moment() + optimizer.table.second_moment_offset[i]});

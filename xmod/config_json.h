@@ -162,6 +162,8 @@ inline nlohmann::json config_to_json(const ModelConfig& c) {
   for (const ModelField& field : model_fields()) {
     std::visit([&](auto member) { out[field.key] = c.*member; }, field.member);
   }
+  out["residual_gate"] = has_residual_gate(c);  // what the architecture makes of them: mod has neither
+  out["token_bias_strength"] = token_bias(c);
   return out;
 }
 

@@ -22,95 +22,110 @@
 
 namespace xmod {
 
-namespace detail {
+namespace attention {
 
 // The register block of a tile product: 6 rows by 4 vectors (2 where there are only 16 registers).
 inline constexpr int64_t kRowBlock = 6;
-inline constexpr int64_t kVectorBlock = kLanes == 16 ? 4 : 2;
+#if defined(__AVX512F__) || defined(__aarch64__)
+inline constexpr int64_t kVectorBlock = 4;
+#else
+inline constexpr int64_t kVectorBlock = 2;
+#endif
 inline constexpr int64_t kKeyTile = 96;    // keys in a tile: whole row blocks and whole vectors
 inline constexpr int64_t kQueryTile = 48;  // rows (position, head) in a query tile, where the heads allow it
 
-inline int64_t round_up(int64_t n, int64_t multiple) {
+constexpr int64_t round_up(int64_t n, int64_t multiple) {
   return (n + multiple - 1) / multiple * multiple;
 }
-
-struct alignas(64) CacheLine {
-  float values[16];
-};
-
-// Floats on a cache line's border; grows, never shrinks.
-class AlignedFloats {
- public:
-  float* reserve(int64_t count) {
-    size_t lines = static_cast<size_t>(round_up(count, 16) / 16);
-    if (lines_.size() < lines) lines_.resize(lines);
-    return lines_.empty() ? nullptr : lines_.data()->values;
-  }
-
- private:
-  std::vector<CacheLine> lines_;
-};
-
-// Up to kKeyTile consecutive keys of one sequence and one key/value head.
-struct KeyTile {
-  int64_t row;  // of the first key
-  int64_t count;
-  int64_t kv_head;
-};
-
-// Consecutive positions of one sequence, with all heads of one key/value head.
-struct QueryTile {
-  int64_t row;        // of the first position
-  int64_t positions;  // how many
-  int64_t kv_head;
-  int64_t first_position;  // of the first row, within the sequence
-  int64_t index;           // of this tile within the sequence
-  int64_t first_key_tile;  // of the sequence and key/value head, in the list of key tiles
-
-  // How many of the sequence's keys the i-th position of this tile sees.
-  int64_t visible_keys(int64_t i) const { return first_position + i + 1; }
-  int64_t key_tiles() const { return round_up(visible_keys(positions - 1), kKeyTile) / kKeyTile; }
-};
-
-// The tiles of one sequence and key/value head: first .. last - 1.
-struct HeadTiles {
-  int64_t first_query, last_query;
-  int64_t first_key, last_key;
-};
-
-// What one thread holds of a query tile. R rows (padded to whole row blocks), C = head size (padded to
-// whole vectors).
-struct TileBuffers {
-  AlignedFloats query, out, dout, dquery;  // (R, C)
-  AlignedFloats probs, dscores;            // (R, kKeyTile)
-  AlignedFloats max, sum, delta;           // (R), (R, kLanes), (R)
-  std::vector<int64_t> visible;            // (R), 0 for padding rows
-  AlignedFloats panels;                    // the packed keys and values of one sequence and key/value head
-};
-
-}  // namespace detail
-
-// Memory that the passes below reuse from call to call; it grows when a call needs more.
-struct AttentionScratch {
-  std::vector<detail::TileBuffers> threads;
-  std::vector<detail::KeyTile> key_tiles;
-  std::vector<detail::QueryTile> query_tiles;
-  std::vector<detail::HeadTiles> heads;
-  detail::AlignedFloats panels;  // the same for all sequences, where threads share them
-};
-
-namespace detail {
 
 struct AttentionShape {
   int64_t heads, kv_heads, head_size;
 
-  int64_t group() const { return heads / kv_heads; }
+  int64_t group() const { return heads / kv_heads; }             // query heads a key/value head
   int64_t width() const { return round_up(head_size, kLanes); }  // of a padded row
   int64_t panel() const { return kKeyTile * width(); }           // floats of a padded tile of keys
   int64_t tile_positions() const { return std::max<int64_t>(1, kQueryTile / group()); }
   int64_t tile_rows() const { return round_up(tile_positions() * group(), kRowBlock); }
   float scale() const { return 1.0f / std::sqrt(static_cast<float>(head_size)); }
 };
+
+// Up to kKeyTile consecutive keys of one sequence and one key/value head.
+struct KeyTile {
+  int64_t row;    // of the first key
+  int64_t count;  // of keys
+  int64_t kv_head;
+  int64_t index;  // of this tile within its sequence and key/value head
+};
+
+// Consecutive positions of one sequence, with all heads of one key/value head.
+struct QueryTile {
+  int64_t row;             // of the first position
+  int64_t positions;       // how many
+  int64_t first_position;  // of the first row, within the sequence
+  int64_t kv_head;
+  int64_t index;           // of this tile within its sequence and key/value head
+  int64_t first_key_tile;  // of its sequence and key/value head, in the list of key tiles
+
+  // How many of the sequence's keys the i-th position of this tile sees: ascending with i, at least 1.
+  int64_t visible_keys(int64_t i) const { return first_position + i + 1; }
+  int64_t key_tiles() const { return round_up(visible_keys(positions - 1), kKeyTile) / kKeyTile; }
+};
+
+// The tiles of one sequence and key/value head: first .. last - 1 in the lists of tiles.
+struct HeadTiles {
+  int64_t first_query, last_query;
+  int64_t first_key, last_key;
+};
+
+// Floats on a cache line's border; grows, never shrinks.
+class AlignedFloats {
+ public:
+  void reserve(int64_t count) {
+    const size_t lines = static_cast<size_t>(round_up(count, 16) / 16);
+    if (lines_.size() < lines) lines_.resize(lines);
+  }
+  float* data() { return lines_.empty() ? nullptr : lines_.data()->values; }
+
+ private:
+  struct alignas(64) Line {
+    float values[16];
+  };
+  std::vector<Line> lines_;
+};
+
+// What one thread works on: a query tile of R rows (padded to whole row blocks) by C channels (the head size
+// padded to whole vectors), and the packed keys and values of one sequence and key/value head.
+struct TileBuffers {
+  AlignedFloats query, out, dout, dquery;  // (R, C)
+  AlignedFloats probs, dscores;            // (R, kKeyTile)
+  AlignedFloats max, lse, delta;           // (R)
+  AlignedFloats sum;                       // (R, kLanes)
+  AlignedFloats panels;                    // (key tiles, panels of a tile, shape.panel())
+  std::vector<int64_t> visible;            // (R) keys that each row sees
+
+  void reserve(const AttentionShape& shape, int64_t panel_floats) {
+    const int64_t rows = shape.tile_rows();
+    for (AlignedFloats* tile : {&query, &out, &dout, &dquery}) tile->reserve(rows * shape.width());
+    for (AlignedFloats* scores : {&probs, &dscores}) scores->reserve(rows * kKeyTile);
+    for (AlignedFloats* column : {&max, &lse, &delta}) column->reserve(rows);
+    sum.reserve(rows * kLanes);
+    panels.reserve(panel_floats);
+    visible.resize(static_cast<size_t>(rows));
+  }
+};
+
+}  // namespace attention
+
+// Memory that the passes below reuse from call to call; it grows when a call needs more.
+struct AttentionScratch {
+  std::vector<attention::KeyTile> key_tiles;
+  std::vector<attention::QueryTile> query_tiles;
+  std::vector<attention::HeadTiles> heads;
+  std::vector<attention::TileBuffers> threads;
+  attention::AlignedFloats panels;  // of all sequences, where the threads share them
+};
+
+namespace attention {
 
 inline int max_threads() {
 #ifdef _OPENMP
@@ -270,147 +285,203 @@ inline void store_query_rows(float* target, const float* tile, const QueryTile& 
   }
 }
 
-// Sets visible (rows of the tile); rows that pad the tile see nothing.
-inline void set_visible(std::vector<int64_t>& visible, const QueryTile& q, const AttentionShape& shape) {
-  visible.assign(static_cast<size_t>(shape.tile_rows()), 0);
-  auto row = visible.begin();
-  for (int64_t i = 0; i < q.positions; ++i) row = std::fill_n(row, shape.group(), q.visible_keys(i));
+// visible (tile_rows). Rows that pad the tile see what the last one sees; nobody reads their results.
+inline void set_visible(int64_t* visible, const QueryTile& q, const AttentionShape& shape) {
+  std::fill_n(visible, shape.tile_rows(), q.visible_keys(q.positions - 1));
+  for (int64_t i = 0; i < q.positions; ++i)
+    std::fill_n(visible + i * shape.group(), shape.group(), q.visible_keys(i));
 }
 
 // ---------------------------------------------------------------------------------------------------
-// The list of tiles
+// Dividing the work
 
 inline void list_tiles(AttentionScratch& scratch, const int64_t* offsets, int64_t B,
                        const AttentionShape& shape) {
+  const auto size = [](const auto& list) { return static_cast<int64_t>(list.size()); };
   scratch.key_tiles.clear();
   scratch.query_tiles.clear();
   scratch.heads.clear();
   for (int64_t b = 0; b < B; ++b) {
     const int64_t length = offsets[b + 1] - offsets[b];
     for (int64_t kv_head = 0; kv_head < shape.kv_heads && length > 0; ++kv_head) {
-      const int64_t first_key_tile = static_cast<int64_t>(scratch.key_tiles.size());
+      HeadTiles head = {size(scratch.query_tiles), 0, size(scratch.key_tiles), 0};
       for (int64_t key = 0; key < length; key += kKeyTile) {
-        scratch.key_tiles.push_back({offsets[b] + key, std::min(kKeyTile, length - key), kv_head});
+        scratch.key_tiles.push_back(
+            {offsets[b] + key, std::min(kKeyTile, length - key), kv_head, key / kKeyTile});
       }
-      const int64_t first_query_tile = static_cast<int64_t>(scratch.query_tiles.size());
       const int64_t step = shape.tile_positions();
       for (int64_t position = 0; position < length; position += step) {
-        scratch.query_tiles.push_back({offsets[b] + position, std::min(step, length - position), kv_head,
-                                       position, position / step, first_key_tile});
+        scratch.query_tiles.push_back({offsets[b] + position, std::min(step, length - position), position,
+                                       kv_head, position / step, head.first_key});
       }
-      scratch.heads.push_back({first_query_tile, static_cast<int64_t>(scratch.query_tiles.size()),
-                               first_key_tile, static_cast<int64_t>(scratch.key_tiles.size())});
+      head.last_query = size(scratch.query_tiles);
+      head.last_key = size(scratch.key_tiles);
+      scratch.heads.push_back(head);
     }
   }
-  scratch.threads.resize(std::max(scratch.threads.size(), static_cast<size_t>(max_threads())));
 }
 
-// Whether every thread takes whole sequences and key/value heads and packs their keys for itself, which keeps
-// them in its cache. Otherwise the threads share the packed keys and divide the query tiles.
-inline bool enough_heads(int64_t heads) {
-  const int64_t threads = max_threads();
-  return heads % threads == 0 || heads >= 8 * threads;
+// How the threads divide a pass. With enough sequences and key/value heads each thread takes whole ones and
+// packs their keys and values for itself, which keeps them in its cache; otherwise the threads share the
+// packed keys and values and divide the query tiles.
+struct WorkPlan {
+  bool by_head;
+  const KeyTile* key_tiles;
+  const QueryTile* query_tiles;
+  const HeadTiles* heads;
+  int64_t key_tile_count, query_tile_count, head_count;
+  float* shared_panels;
+};
+
+inline WorkPlan plan_work(AttentionScratch& scratch, const int64_t* offsets, int64_t B,
+                          const AttentionShape& shape, int64_t panels_per_key_tile) {
+  list_tiles(scratch, offsets, B, shape);
+  const int64_t threads = max_threads(), head_count = static_cast<int64_t>(scratch.heads.size());
+  const int64_t key_tile_count = static_cast<int64_t>(scratch.key_tiles.size());
+  const bool by_head = head_count % threads == 0 || head_count >= 8 * threads;
+
+  int64_t most_key_tiles = 0;
+  for (const HeadTiles& head : scratch.heads)
+    most_key_tiles = std::max(most_key_tiles, head.last_key - head.first_key);
+  const int64_t floats = panels_per_key_tile * shape.panel();
+  if (!by_head) scratch.panels.reserve(key_tile_count * floats);
+  scratch.threads.resize(std::max(scratch.threads.size(), static_cast<size_t>(threads)));
+  for (TileBuffers& buffers : scratch.threads) buffers.reserve(shape, by_head ? most_key_tiles * floats : 0);
+
+  return {by_head,
+          scratch.key_tiles.data(),
+          scratch.query_tiles.data(),
+          scratch.heads.data(),
+          key_tile_count,
+          static_cast<int64_t>(scratch.query_tiles.size()),
+          head_count,
+          scratch.panels.data()};
 }
 
 // ---------------------------------------------------------------------------------------------------
 // Forward
 
 // One row block of scores (kRowBlock, kKeyTile) becomes exp(score - max), zero where a row does not see the
-// key. max and sum run over the tiles; correction = exp(old max - new max).
+// key. max (kRowBlock) and sum (kRowBlock, kLanes) run over the key tiles; what earlier tiles added up is to
+// be scaled by correction (kRowBlock) = exp(old max - new max).
+template <bool first_tile>
 inline void softmax_block(float* scores, const int64_t* visible, int64_t key, int64_t block_keys, float* max,
                           float* sum, float* correction) {
-  constexpr int64_t kPadded = 16;
-  alignas(64) float change[kPadded] = {};
+  const Vector lowest = splat(-std::numeric_limits<float>::infinity());
   for (int64_t m = 0; m < kRowBlock; ++m) {
     float* row = scores + m * kKeyTile;
-    const int64_t keys = std::clamp<int64_t>(visible[m] - key, 0, block_keys);
-    const int64_t whole = keys / kLanes * kLanes;
-    const Vector lowest = splat(-std::numeric_limits<float>::infinity());
-    for (int64_t i = whole; i < block_keys; i += kLanes) {
-      store(row + i, keep_first(load(row + i), std::max<int64_t>(keys - i, 0), lowest));
+    const int64_t keys = std::max<int64_t>(visible[m] - key, 0);
+    for (int64_t i = keys / kLanes * kLanes; i < block_keys; i += kLanes) {
+      store(row + i, keep_first(load(row + i), keys - i, lowest));
     }
     Vector top = lowest;
-    for (int64_t i = 0; i < keys; i += kLanes) top = xmod::max(load(row + i), top);
-    const float new_max = keys > 0 ? std::max(max[m], horizontal_max(top)) : max[m];
-    change[m] = keys > 0 ? max[m] - new_max : 0.0f;
+    for (int64_t i = 0; i < block_keys; i += kLanes) top = xmod::max(load(row + i), top);
+    float new_max = horizontal_max(top);
+    if (!first_tile) {
+      new_max = std::max(new_max, max[m]);
+      correction[m] = max[m] - new_max;
+    }
     max[m] = new_max;
   }
-  for (int64_t i = 0; i < kPadded; i += kLanes) store(correction + i, exp(load(change + i)));
+  Vector totals[kRowBlock] = {};
   for (int64_t m = 0; m < kRowBlock; ++m) {
     float* row = scores + m * kKeyTile;
-    const bool sees_any = visible[m] > key;
-    Vector total = load(sum + m * kLanes) * correction[m];
     for (int64_t i = 0; i < block_keys; i += kLanes) {
-      Vector p = sees_any ? exp(load(row + i) - max[m]) : Vector{};
-      total += p;
+      const Vector p = exp(load(row + i) - max[m]);
+      totals[m] += p;
       store(row + i, p);
     }
-    store(sum + m * kLanes, total);
+  }
+  if (!first_tile) {
+    for (int64_t m = 0; m < kRowBlock; m += kLanes) store(correction + m, exp(load(correction + m)));
+  }
+  for (int64_t m = 0; m < kRowBlock; ++m) {
+    float* row_sum = sum + m * kLanes;
+    store(row_sum, first_tile ? totals[m] : load(row_sum) * correction[m] + totals[m]);
   }
 }
 
-// panels: of the tile's sequence and key/value head, a pair (keys transposed, values) for each key tile
-inline void attention_forward_tile(float* out, float* lse, const float* q, const QueryTile& tile,
-                                   const float* panels, const AttentionShape& shape, TileBuffers& buffers) {
-  const int64_t rows = shape.tile_rows(), width = shape.width();
-  const int64_t used_rows = tile.positions * shape.group();
-  float* query = buffers.query.reserve(rows * width);
-  float* weighted = buffers.out.reserve(rows * width);
-  float* probs = buffers.probs.reserve(rows * kKeyTile);
-  float* max = buffers.max.reserve(rows);
-  float* sum = buffers.sum.reserve(rows * kLanes);
-  set_visible(buffers.visible, tile, shape);
-  load_query_rows(query, q, tile, shape, shape.scale());
-  std::fill(max, max + rows, -std::numeric_limits<float>::infinity());
-  std::fill(sum, sum + rows * kLanes, 0.0f);
+// The caller's buffers, as in attention_forward.
+struct ForwardBuffers {
+  float *out, *lse;
+  const float *q, *k, *v;
+  int64_t v_stride;
+};
 
-  for (int64_t j = 0; j < tile.key_tiles(); ++j) {
-    const float* keys_transposed = panels + 2 * j * shape.panel();
-    const float* values = keys_transposed + shape.panel();
-    for (int64_t m = 0; m < used_rows; m += kRowBlock) {
-      const int64_t* visible = buffers.visible.data() + m;
-      const int64_t last = std::min(m + kRowBlock, used_rows) - 1;
-      const int64_t keys = std::min(kKeyTile, buffers.visible[static_cast<size_t>(last)] - j * kKeyTile);
-      if (keys <= 0) continue;
-      const int64_t padded_keys = round_up(keys, kLanes);
-      alignas(64) float correction[16];
-      multiply_rows<Start::kZero>(probs, kKeyTile, query + m * width, width, 1, keys_transposed, kKeyTile,
-                                  padded_keys, shape.head_size);
-      softmax_block(probs, visible, j * kKeyTile, padded_keys, max + m, sum + m * kLanes, correction);
-      if (j == 0) {
-        for (int64_t pm = m; pm < std::min(m + kRowBlock, used_rows); ++pm) {
-          const int64_t o = ((tile.row + pm / shape.group()) * shape.heads + tile.kv_head * shape.group() + pm % shape.group()) * shape.head_size;
-          for (int64_t c = 0; c < shape.head_size; c += 16) { __builtin_prefetch(out + o + c, 1); __builtin_prefetch(q + o + c + tile.positions * shape.heads*shape.head_size); }
-        }
-        multiply_rows<Start::kZero>(weighted + m * width, width, probs, kKeyTile, 1, values, width, width,
-                                    keys);
-      } else {
-        multiply_rows<Start::kScale>(weighted + m * width, width, probs, kKeyTile, 1, values, width, width,
-                                     keys, correction);
-      }
-    }
-  }
+// What the forward pass keeps of a key tile.
+struct ForwardPanels {
+  float* keys_transposed;  // (head_size, kKeyTile)
+  float* values;           // (kKeyTile, width)
 
-  for (int64_t i = 0; i < tile.positions; ++i) {
-    const int64_t at = (tile.row + i) * shape.heads + tile.kv_head * shape.group();
-    for (int64_t h = 0; h < shape.group(); ++h) {
-      const float total = horizontal_sum(load(sum));
-      store_row(out + (at + h) * shape.head_size, weighted, shape.head_size, 1.0f / total);
-      lse[at + h] = *max + std::log(total);
-      weighted += width, sum += kLanes, ++max;
-    }
-  }
-}
+  static constexpr int64_t kCount = 2;
+  ForwardPanels(float* panels, int64_t tile, int64_t panel)
+      : keys_transposed(panels + kCount * tile * panel), values(keys_transposed + panel) {}
+};
 
-inline void pack_forward(float* panels, const KeyTile& tile, const float* k, const float* v, int64_t v_stride,
+inline void pack_forward(const ForwardPanels& panels, const KeyTile& tile, const ForwardBuffers& at,
                          const AttentionShape& shape) {
   const int64_t hd = shape.head_size, k_stride = shape.kv_heads * hd;
-  pack_transposed(panels, k + tile.row * k_stride + tile.kv_head * hd, k_stride, tile.count, hd);
-  pack_rows(panels + shape.panel(), v + tile.row * v_stride + tile.kv_head * hd, v_stride, tile.count, hd,
-            shape.width());
+  const float* keys = at.k + tile.row * k_stride + tile.kv_head * hd;
+  const float* values = at.v + tile.row * at.v_stride + tile.kv_head * hd;
+  pack_transposed(panels.keys_transposed, keys, k_stride, tile.count, hd);
+  pack_rows(panels.values, values, at.v_stride, tile.count, hd, shape.width());
 }
 
-}  // namespace detail
+// Adds one key tile to the rows of a query tile: out, max and sum of the buffers.
+inline void attention_forward_pair(TileBuffers& buffers, const QueryTile& tile, const ForwardPanels& panels,
+                                   int64_t key_tile, const AttentionShape& shape) {
+  const int64_t width = shape.width(), used_rows = tile.positions * shape.group();
+  const int64_t key = key_tile * kKeyTile;  // position of the first key
+  float* probs = buffers.probs.data();      // one row block at a time
+  for (int64_t m = 0; m < used_rows; m += kRowBlock) {
+    const int64_t* visible = buffers.visible.data() + m;
+    const int64_t keys = std::min(kKeyTile, visible[kRowBlock - 1] - key);
+    if (keys <= 0) continue;
+    const int64_t padded_keys = round_up(keys, kLanes);
+    const float* query = buffers.query.data() + m * width;
+    float* out = buffers.out.data() + m * width;
+    float* max = buffers.max.data() + m;
+    float* sum = buffers.sum.data() + m * kLanes;
+    float correction[round_up(kRowBlock, kLanes)] = {};
+
+    multiply_rows<Start::kZero>(probs, kKeyTile, query, width, 1, panels.keys_transposed, kKeyTile,
+                                padded_keys, shape.head_size);
+    if (key_tile == 0) {
+      softmax_block<true>(probs, visible, key, padded_keys, max, sum, correction);
+      multiply_rows<Start::kZero>(out, width, probs, kKeyTile, 1, panels.values, width, width, keys);
+    } else {
+      softmax_block<false>(probs, visible, key, padded_keys, max, sum, correction);
+      multiply_rows<Start::kScale>(out, width, probs, kKeyTile, 1, panels.values, width, width, keys,
+                                   correction);
+    }
+  }
+}
+
+// panels: of the tile's sequence and key/value head
+inline void attention_forward_tile(TileBuffers& buffers, const QueryTile& tile, float* panels,
+                                   const ForwardBuffers& at, const AttentionShape& shape) {
+  set_visible(buffers.visible.data(), tile, shape);
+  load_query_rows(buffers.query.data(), at.q, tile, shape, shape.scale());
+  for (int64_t j = 0; j < tile.key_tiles(); ++j) {
+    attention_forward_pair(buffers, tile, ForwardPanels(panels, j, shape.panel()), j, shape);
+  }
+
+  const int64_t used_rows = tile.positions * shape.group();
+  const float *out = buffers.out.data(), *max = buffers.max.data(), *sum = buffers.sum.data();
+  float *lse = buffers.lse.data(), *denominator = buffers.delta.data();
+  for (int64_t i = 0; i < used_rows; ++i) denominator[i] = horizontal_sum(load(sum + i * kLanes));
+  for (int64_t i = 0; i < used_rows; i += kLanes) store(lse + i, load(max + i) + log(load(denominator + i)));
+  for (int64_t i = 0; i < tile.positions; ++i) {
+    const int64_t first = (tile.row + i) * shape.heads + tile.kv_head * shape.group();
+    for (int64_t row = first; row < first + shape.group(); ++row) {
+      store_row(at.out + row * shape.head_size, out, shape.head_size, 1.0f / *denominator++);
+      at.lse[row] = *lse++;
+      out += shape.width();
+    }
+  }
+}
+
+}  // namespace attention
 
 // Sequence b owns the rows offsets[b] .. offsets[b + 1] - 1 of all buffers; its i-th row attends to its rows
 // 0 .. i with the weights softmax(q k / sqrt(hd)). Query head h uses key/value head h / (H / KV).
@@ -419,41 +490,38 @@ inline void pack_forward(float* panels, const KeyTile& tile, const float* k, con
 inline void attention_forward(float* out, float* lse, const float* q, const float* k, const float* v,
                               int64_t v_stride, const int64_t* offsets, int64_t B, int64_t H, int64_t KV,
                               int64_t hd, AttentionScratch& scratch) {
-  using namespace detail;
+  using namespace attention;
   const AttentionShape shape{H, KV, hd};
-  list_tiles(scratch, offsets, B, shape);
-  const int64_t key_tiles = static_cast<int64_t>(scratch.key_tiles.size());
-  const int64_t query_tiles = static_cast<int64_t>(scratch.query_tiles.size());
-  const int64_t heads = static_cast<int64_t>(scratch.heads.size());
-  const bool by_head = enough_heads(heads);
-  float* shared = by_head ? nullptr : scratch.panels.reserve(2 * key_tiles * shape.panel());
-
-  const auto pack = [&](float* panels, int64_t j) {
-    pack_forward(panels, scratch.key_tiles[static_cast<size_t>(j)], k, v, v_stride, shape);
-  };
-  const auto forward = [&](const float* panels, int64_t i, TileBuffers& buffers) {
-    attention_forward_tile(out, lse, q, scratch.query_tiles[static_cast<size_t>(i)], panels, shape, buffers);
-  };
+  const ForwardBuffers at{out, lse, q, k, v, v_stride};
+  const WorkPlan plan = plan_work(scratch, offsets, B, shape, ForwardPanels::kCount);
 
 #pragma omp parallel
   {
     TileBuffers& buffers = scratch.threads[static_cast<size_t>(thread_index())];
-    if (by_head) {
+    if (plan.by_head) {
 #pragma omp for schedule(dynamic)
-      for (int64_t h = 0; h < heads; ++h) {
-        const HeadTiles& tiles = scratch.heads[static_cast<size_t>(h)];
-        float* own = buffers.panels.reserve(2 * (tiles.last_key - tiles.first_key) * shape.panel());
-        for (int64_t j = tiles.first_key; j < tiles.last_key; ++j)
-          pack(own + 2 * (j - tiles.first_key) * shape.panel(), j);
-        for (int64_t i = tiles.first_query; i < tiles.last_query; ++i) forward(own, i, buffers);
+      for (int64_t h = 0; h < plan.head_count; ++h) {
+        const HeadTiles& head = plan.heads[h];
+        float* panels = buffers.panels.data();
+        for (int64_t j = head.first_key; j < head.last_key; ++j) {
+          pack_forward(ForwardPanels(panels, j - head.first_key, shape.panel()), plan.key_tiles[j], at,
+                       shape);
+        }
+        for (int64_t i = head.first_query; i < head.last_query; ++i) {
+          attention_forward_tile(buffers, plan.query_tiles[i], panels, at, shape);
+        }
       }
     } else {
 #pragma omp for schedule(static)
-      for (int64_t j = 0; j < key_tiles; ++j) pack(shared + 2 * j * shape.panel(), j);
+      for (int64_t j = 0; j < plan.key_tile_count; ++j) {
+        pack_forward(ForwardPanels(plan.shared_panels, j, shape.panel()), plan.key_tiles[j], at, shape);
+      }
 #pragma omp for schedule(dynamic)
-      for (int64_t i = query_tiles - 1; i >= 0; --i) {  // a sequence's last tile, the longest, first
-        const QueryTile& tile = scratch.query_tiles[static_cast<size_t>(i)];
-        forward(shared + 2 * tile.first_key_tile * shape.panel(), i, buffers);
+      for (int64_t i = plan.query_tile_count - 1; i >= 0;
+           --i) {  // a sequence's last tile, the longest, first
+        const QueryTile& tile = plan.query_tiles[i];
+        float* panels = plan.shared_panels + ForwardPanels::kCount * tile.first_key_tile * shape.panel();
+        attention_forward_tile(buffers, tile, panels, at, shape);
       }
     }
   }
@@ -462,44 +530,45 @@ inline void attention_forward(float* out, float* lse, const float* q, const floa
 // ---------------------------------------------------------------------------------------------------
 // Backward
 
-namespace detail {
-
-// What the backward pass keeps of each key tile, every panel of shape.panel() floats.
-struct KeyPanels {
-  float *keys_transposed, *values_transposed;  // (head_size, kKeyTile)
-  float *keys, *dkeys, *dvalues;               // (kKeyTile, width)
-
-  static constexpr int64_t kCount = 5;
-  KeyPanels(float* panels, int64_t tile, int64_t panel)
-      : keys_transposed(panels + (kCount * tile + 0) * panel),
-        values_transposed(panels + (kCount * tile + 1) * panel),
-        keys(panels + (kCount * tile + 2) * panel),
-        dkeys(panels + (kCount * tile + 3) * panel),
-        dvalues(panels + (kCount * tile + 4) * panel) {}
-};
+namespace attention {
 
 // The caller's buffers, as in attention_backward.
 struct BackwardBuffers {
   float *dq, *dk, *dv;
-  const float *dout, *q, *k, *v, *out, *lse;
-  int64_t v_stride, dv_stride;
+  int64_t dv_stride;
+  const float *dout, *q, *k, *v;
+  int64_t v_stride;
+  const float *out, *lse;
 };
 
-inline void pack_key_tile(const KeyPanels& panels, const KeyTile& tile, const BackwardBuffers& at,
+// What the backward pass keeps of a key tile.
+struct BackwardPanels {
+  float *keys_transposed, *values_transposed;  // (head_size, kKeyTile)
+  float *keys, *dkeys, *dvalues;               // (kKeyTile, width)
+
+  static constexpr int64_t kCount = 5;
+  BackwardPanels(float* panels, int64_t tile, int64_t panel)
+      : keys_transposed(panels + kCount * tile * panel),
+        values_transposed(keys_transposed + panel),
+        keys(values_transposed + panel),
+        dkeys(keys + panel),
+        dvalues(dkeys + panel) {}
+};
+
+inline void pack_backward(const BackwardPanels& panels, const KeyTile& tile, const BackwardBuffers& at,
                           const AttentionShape& shape) {
-  const int64_t hd = shape.head_size, k_stride = shape.kv_heads * hd;
+  const int64_t hd = shape.head_size, width = shape.width(), k_stride = shape.kv_heads * hd;
   const float* keys = at.k + tile.row * k_stride + tile.kv_head * hd;
   const float* values = at.v + tile.row * at.v_stride + tile.kv_head * hd;
   pack_transposed(panels.keys_transposed, keys, k_stride, tile.count, hd);
   pack_transposed(panels.values_transposed, values, at.v_stride, tile.count, hd);
-  pack_rows(panels.keys, keys, k_stride, tile.count, hd, shape.width());
-  const int64_t padded = round_up(tile.count, kRowBlock) * shape.width();
-  std::fill(panels.dkeys, panels.dkeys + padded, 0.0f);
-  std::fill(panels.dvalues, panels.dvalues + padded, 0.0f);
+  pack_rows(panels.keys, keys, k_stride, tile.count, hd, width);
+  std::fill_n(panels.dkeys, round_up(tile.count, kRowBlock) * width, 0.0f);
+  std::fill_n(panels.dvalues, round_up(tile.count, kRowBlock) * width, 0.0f);
 }
 
-inline void store_key_tile(const KeyPanels& panels, const KeyTile& tile, const BackwardBuffers& at,
-                           const AttentionShape& shape) {
+inline void store_key_gradients(const BackwardPanels& panels, const KeyTile& tile, const BackwardBuffers& at,
+                                const AttentionShape& shape) {
   const int64_t hd = shape.head_size, width = shape.width();
   for (int64_t i = 0; i < tile.count; ++i) {
     const int64_t row = tile.row + i;
@@ -517,31 +586,23 @@ inline float dot(const float* a, const float* b, int64_t count) {
   return horizontal_sum(sum);
 }
 
-// Loads what all tile pairs of a query tile need; first_pair: its dq starts at zero, else from the caller's
-// buffer.
+// Loads what all key tiles need of a query tile; delta = <dout, out>, which is <probs, dprobs> of the row.
 inline void load_query_tile(TileBuffers& buffers, const QueryTile& tile, const BackwardBuffers& at,
-                            const AttentionShape& shape, bool first_pair) {
-  const int64_t rows = shape.tile_rows(), width = shape.width(), group = shape.group();
-  set_visible(buffers.visible, tile, shape);
-  load_query_rows(buffers.query.reserve(rows * width), at.q, tile, shape, shape.scale());
-  load_query_rows(buffers.dout.reserve(rows * width), at.dout, tile, shape, 1.0f);
-  float* dquery = buffers.dquery.reserve(rows * width);
-  if (first_pair)
-    std::fill(dquery, dquery + rows * width, 0.0f);
-  else
-    load_query_rows(dquery, at.dq, tile, shape, 1.0f);
-  float* lse = buffers.max.reserve(rows);
-  float* delta = buffers.delta.reserve(rows);
+                            const AttentionShape& shape) {
+  set_visible(buffers.visible.data(), tile, shape);
+  load_query_rows(buffers.query.data(), at.q, tile, shape, shape.scale());
+  load_query_rows(buffers.dout.data(), at.dout, tile, shape, 1.0f);
+  float *lse = buffers.lse.data(), *delta = buffers.delta.data();
   for (int64_t i = 0; i < tile.positions; ++i) {
-    const int64_t first = (tile.row + i) * shape.heads + tile.kv_head * group;
-    for (int64_t row = first; row < first + group; ++row) {
+    const int64_t first = (tile.row + i) * shape.heads + tile.kv_head * shape.group();
+    for (int64_t row = first; row < first + shape.group(); ++row) {
       *lse++ = at.lse[row];
       *delta++ = dot(at.dout + row * shape.head_size, at.out + row * shape.head_size, shape.head_size);
     }
   }
 }
 
-// One row: scores become probabilities, dprobs become dscores = probs (dprobs - delta); zero beyond `keys`.
+// One row: scores become probs, dprobs become dscores = probs (dprobs - delta); both zero beyond `keys`.
 inline void softmax_backward_row(float* probs, float* dscores, int64_t keys, float lse, float delta) {
   for (int64_t i = 0; i < kKeyTile; i += kLanes) {
     Vector p = {}, ds = {};
@@ -558,24 +619,18 @@ inline void softmax_backward_row(float* probs, float* dscores, int64_t keys, flo
   }
 }
 
-// The contribution of one query tile and one key tile: dquery += , dkeys +=, dvalues +=.
-// key: position of the tile's first key; key_count: how many
-inline void attention_backward_pair(TileBuffers& buffers, const QueryTile& tile, const KeyPanels& panels,
+// Adds the pair's part to dquery, dkeys and dvalues. key: position of the tile's first key; key_count: how
+// many
+inline void attention_backward_pair(TileBuffers& buffers, const QueryTile& tile, const BackwardPanels& panels,
                                     int64_t key, int64_t key_count, const AttentionShape& shape) {
-  const int64_t rows = shape.tile_rows(), width = shape.width(), hd = shape.head_size;
-  const int64_t used_rows = tile.positions * shape.group();
+  const int64_t width = shape.width(), hd = shape.head_size, used_rows = tile.positions * shape.group();
   const int64_t* visible = buffers.visible.data();
-  float* query = buffers.query.reserve(rows * width);
-  float* dout = buffers.dout.reserve(rows * width);
-  float* dquery = buffers.dquery.reserve(rows * width);
-  float* lse = buffers.max.reserve(rows);
-  float* delta = buffers.delta.reserve(rows);
-  float* probs = buffers.probs.reserve(rows * kKeyTile);
-  float* dscores = buffers.dscores.reserve(rows * kKeyTile);
+  const float *query = buffers.query.data(), *dout = buffers.dout.data();
+  const float *lse = buffers.lse.data(), *delta = buffers.delta.data();
+  float *probs = buffers.probs.data(), *dscores = buffers.dscores.data(), *dquery = buffers.dquery.data();
 
   for (int64_t m = 0; m < used_rows; m += kRowBlock) {
-    const int64_t last = std::min(m + kRowBlock, used_rows) - 1;
-    const int64_t keys = std::clamp<int64_t>(visible[last] - key, 0, key_count);
+    const int64_t keys = std::clamp<int64_t>(visible[m + kRowBlock - 1] - key, 0, key_count);
     if (keys == 0) continue;
     float* block_probs = probs + m * kKeyTile;
     float* block_dscores = dscores + m * kKeyTile;
@@ -605,7 +660,7 @@ inline void attention_backward_pair(TileBuffers& buffers, const QueryTile& tile,
   }
 }
 
-}  // namespace detail
+}  // namespace attention
 
 // dq (n, H, hd), dk (n, KV, hd), dv (n, KV, hd) with rows dv_stride apart: written, not accumulated.
 // dout (n, H, hd); q, k, v, offsets as in the forward pass, out and lse its results
@@ -613,72 +668,68 @@ inline void attention_backward(float* dq, float* dk, float* dv, int64_t dv_strid
                                const float* q, const float* k, const float* v, int64_t v_stride,
                                const float* out, const float* lse, const int64_t* offsets, int64_t B,
                                int64_t H, int64_t KV, int64_t hd, AttentionScratch& scratch) {
-  using namespace detail;
+  using namespace attention;
   const AttentionShape shape{H, KV, hd};
-  const BackwardBuffers at{dq, dk, dv, dout, q, k, v, out, lse, v_stride, dv_stride};
-  list_tiles(scratch, offsets, B, shape);
-  const int64_t key_tiles = static_cast<int64_t>(scratch.key_tiles.size());
-  const int64_t query_tiles = static_cast<int64_t>(scratch.query_tiles.size());
-  const int64_t heads = static_cast<int64_t>(scratch.heads.size());
-  const bool by_head = enough_heads(heads);
-  float* shared = by_head ? nullptr : scratch.panels.reserve(KeyPanels::kCount * key_tiles * shape.panel());
+  const BackwardBuffers at{dq, dk, dv, dv_stride, dout, q, k, v, v_stride, out, lse};
+  const WorkPlan plan = plan_work(scratch, offsets, B, shape, BackwardPanels::kCount);
+  const int64_t dquery_floats = shape.tile_rows() * shape.width();
 
-  const auto pack = [&](float* panels, int64_t first, int64_t j) {
-    pack_key_tile(KeyPanels(panels, j - first, shape.panel()), scratch.key_tiles[static_cast<size_t>(j)], at,
-                  shape);
-  };
-  const auto unpack = [&](float* panels, int64_t first, int64_t j) {
-    store_key_tile(KeyPanels(panels, j - first, shape.panel()), scratch.key_tiles[static_cast<size_t>(j)], at,
-                   shape);
-  };
-  const auto pair = [&](float* panels, int64_t first, const QueryTile& tile, int64_t j,
-                        TileBuffers& buffers) {
-    attention_backward_pair(buffers, tile, KeyPanels(panels, tile.first_key_tile + j - first, shape.panel()),
-                            j * kKeyTile,
-                            scratch.key_tiles[static_cast<size_t>(tile.first_key_tile + j)].count, shape);
-  };
-
-  // Pairs (query tile i, key tile j) add to dq of i and to dk, dv of j. Where threads share the keys, all
-  // pairs of one wave i + j run at the same time: no two of them have i or j in common, and each tile still
-  // receives its contributions in the same order.
+  // A pair (query tile i, key tile j) adds to dq of i and to dk and dv of j. Where threads share the keys,
+  // all pairs of one wave i + j run at the same time: no two of them have i or j in common, and each tile
+  // receives its parts in the same order as from one thread. Between waves dq lies in the caller's buffer.
   int64_t waves = 0;
   for (const QueryTile& tile : scratch.query_tiles) waves = std::max(waves, tile.index + tile.key_tiles());
 
 #pragma omp parallel
   {
     TileBuffers& buffers = scratch.threads[static_cast<size_t>(thread_index())];
-    if (by_head) {
+    float* dquery = buffers.dquery.data();
+    const auto add_pair = [&](const QueryTile& tile, int64_t j, const BackwardPanels& panels) {
+      attention_backward_pair(buffers, tile, panels, j * kKeyTile,
+                              plan.key_tiles[tile.first_key_tile + j].count, shape);
+    };
+    if (plan.by_head) {
 #pragma omp for schedule(dynamic)
-      for (int64_t h = 0; h < heads; ++h) {
-        const HeadTiles& tiles = scratch.heads[static_cast<size_t>(h)];
-        const int64_t first = tiles.first_key;
-        float* own = buffers.panels.reserve(KeyPanels::kCount * (tiles.last_key - first) * shape.panel());
-        for (int64_t j = first; j < tiles.last_key; ++j) pack(own, first, j);
-        for (int64_t i = tiles.first_query; i < tiles.last_query; ++i) {
-          const QueryTile& tile = scratch.query_tiles[static_cast<size_t>(i)];
-          load_query_tile(buffers, tile, at, shape, true);
-          for (int64_t j = 0; j < tile.key_tiles(); ++j) pair(own, first, tile, j, buffers);
-          store_query_rows(dq, buffers.dquery.reserve(0), tile, shape, shape.scale());
+      for (int64_t h = 0; h < plan.head_count; ++h) {
+        const HeadTiles& head = plan.heads[h];
+        const auto panels = [&](int64_t j) {
+          return BackwardPanels(buffers.panels.data(), j, shape.panel());
+        };
+        const KeyTile* key_tiles = plan.key_tiles + head.first_key;
+        const int64_t key_tile_count = head.last_key - head.first_key;
+        for (int64_t j = 0; j < key_tile_count; ++j) pack_backward(panels(j), key_tiles[j], at, shape);
+        for (int64_t i = head.first_query; i < head.last_query; ++i) {
+          const QueryTile& tile = plan.query_tiles[i];
+          load_query_tile(buffers, tile, at, shape);
+          std::fill_n(dquery, dquery_floats, 0.0f);
+          for (int64_t j = 0; j < tile.key_tiles(); ++j) add_pair(tile, j, panels(j));
+          store_query_rows(dq, dquery, tile, shape, shape.scale());
         }
-        for (int64_t j = first; j < tiles.last_key; ++j) unpack(own, first, j);
+        for (int64_t j = 0; j < key_tile_count; ++j) store_key_gradients(panels(j), key_tiles[j], at, shape);
       }
     } else {
+      const auto panels = [&](int64_t j) { return BackwardPanels(plan.shared_panels, j, shape.panel()); };
 #pragma omp for schedule(static)
-      for (int64_t j = 0; j < key_tiles; ++j) pack(shared, 0, j);
+      for (int64_t j = 0; j < plan.key_tile_count; ++j)
+        pack_backward(panels(j), plan.key_tiles[j], at, shape);
       for (int64_t wave = 0; wave < waves; ++wave) {
 #pragma omp for schedule(dynamic)
-        for (int64_t i = 0; i < query_tiles; ++i) {
-          const QueryTile& tile = scratch.query_tiles[static_cast<size_t>(i)];
+        for (int64_t i = 0; i < plan.query_tile_count; ++i) {
+          const QueryTile& tile = plan.query_tiles[i];
           const int64_t j = wave - tile.index;
           if (j < 0 || j >= tile.key_tiles()) continue;
-          load_query_tile(buffers, tile, at, shape, j == 0);
-          pair(shared, 0, tile, j, buffers);
-          store_query_rows(dq, buffers.dquery.reserve(0), tile, shape,
-                           j + 1 == tile.key_tiles() ? shape.scale() : 1.0f);
+          load_query_tile(buffers, tile, at, shape);
+          if (j == 0)
+            std::fill_n(dquery, dquery_floats, 0.0f);
+          else
+            load_query_rows(dquery, dq, tile, shape, 1.0f);
+          add_pair(tile, j, panels(tile.first_key_tile + j));
+          store_query_rows(dq, dquery, tile, shape, j + 1 == tile.key_tiles() ? shape.scale() : 1.0f);
         }
       }
 #pragma omp for schedule(static)
-      for (int64_t j = 0; j < key_tiles; ++j) unpack(shared, 0, j);
+      for (int64_t j = 0; j < plan.key_tile_count; ++j)
+        store_key_gradients(panels(j), plan.key_tiles[j], at, shape);
     }
   }
 }

@@ -50,31 +50,33 @@ struct MatmulUpdate {
   bool accumulate = false;
 };
 
-// Memory on a cache line's border that grows on demand and forgets what it held.
-class AlignedBuffer {
- public:
-  float* at_least(int64_t floats) {
-    if (floats > capacity_) {
-      data_.reset();
-      data_.reset(static_cast<float*>(::operator new(floats * sizeof(float), kAlignment)));
-      capacity_ = floats;
-    }
-    return data_.get();
-  }
+namespace detail {
 
- private:
-  static constexpr std::align_val_t kAlignment{64};
-  struct Free {
-    void operator()(float* data) const { ::operator delete(data, kAlignment); }
-  };
-  std::unique_ptr<float, Free> data_;
-  int64_t capacity_ = 0;
+// How a product is cut up. A block of the reduction is kMaxDepth deep: its panel of B streams through the
+// first-level cache. A slab of B (a block deep, kSlabCols wide) and a block of A stay in the second-level
+// one.
+constexpr int64_t kMaxDepth = 256;
+constexpr int64_t kSlabCols = 528;
+constexpr int64_t kBlockRows = 128;
+
+struct alignas(64) MatmulWorkspace {
+  float packed_a[kBlockRows * kMaxDepth];
+  float packed_b[kMaxDepth * kSlabCols];
 };
 
-// Working memory of products that run one after the other. Callers that run side by side need one each.
-struct MatmulScratch {
-  AlignedBuffer packed_b;
-  std::vector<AlignedBuffer> packed_a;  // one per thread
+}  // namespace detail
+
+// Working memory of products that run one after the other: a workspace for each thread, made when first
+// needed. Callers that run side by side need a scratch each.
+class MatmulScratch {
+ public:
+  void reserve(int threads) {
+    while (int(of_thread_.size()) < threads) of_thread_.emplace_back(new detail::MatmulWorkspace);
+  }
+  detail::MatmulWorkspace& of_thread(int thread) { return *of_thread_[thread]; }
+
+ private:
+  std::vector<std::unique_ptr<detail::MatmulWorkspace>> of_thread_;
 };
 
 namespace detail {
@@ -135,6 +137,7 @@ struct MatmulKernel {
     const float* row[kRows];
     for (int i = 0; i < kRows; i++) row[i] = a + (Packed ? i : std::min<int64_t>(i, c.rows - 1) * a_stride);
 
+    prefetch<Width>(c);
     Vector sum[kRows][Width] = {};
     for (int64_t k = 0; k < depth; k++) {
       Vector b[Width];
@@ -147,6 +150,14 @@ struct MatmulKernel {
     unrolled<kRows>([&](auto i) {
       if (i < c.rows) write_row<Width>(c, c.data + i * c.stride, sum[i]);
     });
+  }
+
+  // Asks for the tile of C, so that it has arrived when the sums are ready.
+  template <int Width>
+  static void prefetch(const CTile& c) {
+    for (int64_t i = 0; i < c.rows; i++) {
+      for (int64_t j = 0; j < c.cols; j += Lanes) __builtin_prefetch(c.data + i * c.stride + j, 1);
+    }
   }
 
   template <int Width>
@@ -213,189 +224,187 @@ void pack_panel(float* panel, Operand from, int64_t depth, int64_t cols) {
   }
 }
 
-// One product, cut up. B is packed slab by slab: some whole blocks of K times some columns.
-template <class Kernel>
-class Matmul {
- public:
-  Matmul(float* c, int64_t c_stride, Operand a, Operand b, int64_t M, int64_t N, int64_t K,
-         MatmulUpdate update, MatmulScratch& scratch)
-      : c_(c),
-        c_stride_(c_stride),
-        a_(a),
-        b_(b),
-        M_(M),
-        N_(N),
-        update_(update),
-        scratch_(scratch),
-        k_blocks_{K, ceil_div(K, kMaxDepth)},
-        pack_a_(a.col_stride != 1) {}
+// C (M, N) = [C +] alpha * A (M, K) * B (K, N)
+struct Product {
+  float* c;
+  int64_t c_stride;
+  Operand a, b;
+  int64_t M, N, K;
+  MatmulUpdate update;
 
-  void run(int threads) {
-    const int64_t slab_cols = std::min(N_, kMaxSlabCols);
-    const int64_t slab_blocks =
-        std::min(k_blocks_.parts, std::max<int64_t>(1, kMaxSlabFloats / (kMaxDepth * slab_cols)));
-    const int64_t slab_floats =
-        slab_blocks * kMaxDepth * ceil_div(slab_cols, Kernel::kLanes) * Kernel::kLanes;
-    packed_b_ = scratch_.packed_b.at_least(slab_floats);
-    reserve_packed_a(threads);
-    for (int64_t n = 0; n < N_; n += slab_cols) {
-      for (int64_t block = 0; block < k_blocks_.parts; block += slab_blocks) {
-        multiply_slab(
-            make_slab(n, std::min(N_, n + slab_cols), block, std::min(k_blocks_.parts, block + slab_blocks)),
-            threads);
+  Product part(int64_t m_begin, int64_t m_end, int64_t n_begin, int64_t n_end) const {
+    return {c + m_begin * c_stride + n_begin,
+            c_stride,
+            a.from(m_begin, 0),
+            b.from(0, n_begin),
+            m_end - m_begin,
+            n_end - n_begin,
+            K,
+            update};
+  }
+  // The terms k_begin .. k_end of the sum; all but the first add to what is there.
+  Product terms(int64_t k_begin, int64_t k_end) const {
+    return {c, c_stride, a.from(0, k_begin), b.from(k_begin, 0),
+            M, N,        k_end - k_begin,    {update.alpha, update.accumulate || k_begin > 0}};
+  }
+};
+
+// A product on one thread.
+template <class Kernel>
+class SerialProduct {
+ public:
+  static void run(const Product& p, MatmulWorkspace& workspace) {
+    const Shares slabs{ceil_div(p.N, kLanes), ceil_div(p.N, kSlabCols)};
+    const Shares blocks{p.K, ceil_div(p.K, kMaxDepth)};
+    for (int64_t slab = 0; slab < slabs.parts; slab++) {
+      const Product columns =
+          p.part(0, p.M, slabs.begin(slab) * kLanes, std::min(p.N, slabs.end(slab) * kLanes));
+      for (int64_t block = 0; block < blocks.parts; block++) {
+        SerialProduct(columns.terms(blocks.begin(block), blocks.end(block)), workspace).multiply_slab();
       }
     }
   }
 
  private:
-  static constexpr int64_t kPanelCols = Kernel::kVectors * Kernel::kLanes;
-  static constexpr int64_t kMaxDepth = 256;  // of a K block
-  static constexpr int64_t kMaxRows = 128;   // of a task: its rows of a K block fit the second-level cache
-  static constexpr int64_t kMaxSlabCols = 4096;
-  static constexpr int64_t kMaxSlabFloats = 4 << 20;
+  static constexpr int kLanes = Kernel::kLanes;
+  static constexpr int kRows = Kernel::kRows;
 
-  // Columns [n_begin, n_end) of B, K blocks [block_begin, block_end). Its panels are two or three vectors
-  // wide, never one (unless there is only one), because a narrow tile cannot hide the latency of its sums.
-  struct Slab {
-    int64_t n_begin, n_end, block_begin, block_end;
-    Shares panels;  // of the slab's width in vectors
-  };
+  SerialProduct(const Product& p, MatmulWorkspace& workspace)
+      : p_(p),
+        packed_a_(workspace.packed_a),
+        packed_b_(workspace.packed_b),
+        pack_a_(p.a.col_stride != 1),
+        panels_{ceil_div(p.N, kLanes), ceil_div(ceil_div(p.N, kLanes), Kernel::kVectors)} {}
 
-  static Slab make_slab(int64_t n_begin, int64_t n_end, int64_t block_begin, int64_t block_end) {
-    const int64_t vectors = ceil_div(n_end - n_begin, Kernel::kLanes);
-    return {n_begin, n_end, block_begin, block_end, {vectors, ceil_div(vectors, Kernel::kVectors)}};
-  }
-
-  void reserve_packed_a(int threads) {
-    if (!pack_a_) return;
-    if (scratch_.packed_a.size() < size_t(threads)) scratch_.packed_a.resize(threads);
-    for (AlignedBuffer& buffer : scratch_.packed_a) buffer.at_least(kMaxRows * kMaxDepth);
-  }
-
-  void multiply_slab(const Slab& slab, int threads) {
-    const int64_t packs = (slab.block_end - slab.block_begin) * slab.panels.parts;
-    const int64_t row_tiles = ceil_div(M_, Kernel::kRows);
-    // Small tasks only where there would be too few for all threads.
-    Shares rows{row_tiles, ceil_div(row_tiles, kMaxRows / Kernel::kRows)};
-    Shares cols{slab.panels.parts, 1};
-    const int64_t wanted = threads == 1 ? 1 : 4 * threads;
-    while (rows.parts * cols.parts < wanted && rows.parts < row_tiles)
-      rows.parts = std::min(2 * rows.parts, row_tiles);
-    while (rows.parts * cols.parts < wanted && cols.parts < cols.total)
-      cols.parts = std::min(2 * cols.parts, cols.total);
-
-#pragma omp parallel num_threads(threads) if (threads > 1)
-    {
-#pragma omp for schedule(dynamic)
-      for (int64_t i = 0; i < packs; i++)
-        pack_b(slab, slab.block_begin + i / slab.panels.parts, i % slab.panels.parts);
-#pragma omp for schedule(dynamic)
-      for (int64_t i = 0; i < rows.parts * cols.parts; i++)
-        multiply_task(slab, rows, i / cols.parts, cols, i % cols.parts);
+  void multiply_slab() {
+    pack_b();
+    for (int64_t m = 0; m < p_.M; m += kBlockRows) {
+      const Product rows = p_.part(m, std::min(p_.M, m + kBlockRows), 0, p_.N);
+      if (pack_a_) pack_a(rows);
+      for (int64_t panel = 0; panel < panels_.parts; panel++) multiply_panel(rows, panel);
     }
   }
 
-  float* panel_of(const Slab& slab, int64_t block, int64_t panel) const {
-    const int64_t above = k_blocks_.begin(block) - k_blocks_.begin(slab.block_begin);
-    const int64_t left = slab.panels.begin(panel);
-    return packed_b_ + (above * slab.panels.total + k_blocks_.size(block) * left) * Kernel::kLanes;
+  // Rows that are contiguous in memory are read in short stretches of k across all panels, along the rows.
+  static int64_t stretch(const Operand& from, int64_t depth) { return from.col_stride == 1 ? 16 : depth; }
+
+  void pack_b() {
+    const int64_t step = stretch(p_.b, p_.K);
+    for (int64_t k = 0; k < p_.K; k += step) {
+      for (int64_t panel = 0; panel < panels_.parts; panel++) {
+        const int64_t n = panels_.begin(panel) * kLanes;
+        const int64_t cols = std::min(p_.N - n, panels_.size(panel) * kLanes);
+        const int64_t depth = std::min(step, p_.K - k);
+        float* to = packed_b_ + n * p_.K + k * panels_.size(panel) * kLanes;
+        switch (panels_.size(panel)) {
+          case 1:
+            pack_panel<Kernel, 1 * kLanes>(to, p_.b.from(k, n), depth, cols);
+            break;
+          case 2:
+            pack_panel<Kernel, 2 * kLanes>(to, p_.b.from(k, n), depth, cols);
+            break;
+          case 3:
+            pack_panel<Kernel, 3 * kLanes>(to, p_.b.from(k, n), depth, cols);
+            break;
+        }
+      }
+    }
   }
 
-  void pack_b(const Slab& slab, int64_t block, int64_t panel) const {
-    const int64_t n = slab.n_begin + slab.panels.begin(panel) * Kernel::kLanes;
-    const int64_t cols = std::min(slab.n_end - n, slab.panels.size(panel) * Kernel::kLanes);
-    const Operand from = b_.from(k_blocks_.begin(block), n);
-    float* to = panel_of(slab, block, panel);
-    const int64_t depth = k_blocks_.size(block);
-    switch (slab.panels.size(panel)) {
+  // Panels (K, kRows), one for each kRows rows.
+  void pack_a(const Product& rows) {
+    const Operand columns = rows.a.transpose();
+    const int64_t step = stretch(columns, p_.K);
+    for (int64_t k = 0; k < p_.K; k += step) {
+      for (int64_t m = 0; m < rows.M; m += kRows) {
+        pack_panel<Kernel, kRows>(packed_a_ + m * p_.K + k * kRows, columns.from(k, m),
+                                  std::min(step, p_.K - k), std::min<int64_t>(kRows, rows.M - m));
+      }
+    }
+  }
+
+  // The panels are two or three vectors wide, never one (unless there is only one): a narrow tile has too few
+  // sums to hide their latency.
+  void multiply_panel(const Product& rows, int64_t panel) const {
+    switch (panels_.size(panel)) {
       case 1:
-        return pack_panel<Kernel, 1 * Kernel::kLanes>(to, from, depth, cols);
+        return pack_a_ ? multiply_panel<1, true>(rows, panel) : multiply_panel<1, false>(rows, panel);
       case 2:
-        return pack_panel<Kernel, 2 * Kernel::kLanes>(to, from, depth, cols);
+        return pack_a_ ? multiply_panel<2, true>(rows, panel) : multiply_panel<2, false>(rows, panel);
       case 3:
-        return pack_panel<Kernel, 3 * Kernel::kLanes>(to, from, depth, cols);
+        return pack_a_ ? multiply_panel<3, true>(rows, panel) : multiply_panel<3, false>(rows, panel);
     }
   }
 
-  void multiply_task(const Slab& slab, Shares row_tiles, int64_t row_task, Shares panels,
-                     int64_t panel_task) const {
-    const int64_t m_begin = row_tiles.begin(row_task) * Kernel::kRows;
-    const int64_t m_end = std::min(M_, row_tiles.end(row_task) * Kernel::kRows);
-    for (int64_t block = slab.block_begin; block < slab.block_end; block++) {
-      const float* a = pack_a_ ? pack_a(m_begin, m_end, block) : a_.at(m_begin, k_blocks_.begin(block));
-      for (int64_t panel = panels.begin(panel_task); panel < panels.end(panel_task); panel++) {
-        multiply_panel(slab, block, panel, a, m_begin, m_end);
-      }
-    }
-  }
-
-  // A's rows [m_begin, m_end) of one K block, as panels (depth, kRows) one after the other.
-  const float* pack_a(int64_t m_begin, int64_t m_end, int64_t block) const {
-    float* packed = scratch_.packed_a[thread()].at_least(0);
-    const int64_t depth = k_blocks_.size(block);
-    for (int64_t m = m_begin; m < m_end; m += Kernel::kRows) {
-      const Operand columns = a_.from(m, k_blocks_.begin(block)).transpose();
-      const int64_t rows = std::min<int64_t>(Kernel::kRows, m_end - m);
-      pack_panel<Kernel, Kernel::kRows>(packed + (m - m_begin) * depth, columns, depth, rows);
-    }
-    return packed;
-  }
-
-  void multiply_panel(const Slab& slab, int64_t block, int64_t panel, const float* a, int64_t m_begin,
-                      int64_t m_end) const {
-    const int64_t depth = k_blocks_.size(block);
-    const int64_t n = slab.n_begin + slab.panels.begin(panel) * Kernel::kLanes;
-    const int64_t cols = std::min(slab.n_end - n, slab.panels.size(panel) * Kernel::kLanes);
-    const float* b = panel_of(slab, block, panel);
-    for (int64_t m = m_begin; m < m_end; m += Kernel::kRows) {
-      const CTile c{c_ + m * c_stride_ + n,
-                    c_stride_,
-                    std::min<int64_t>(Kernel::kRows, m_end - m),
+  template <int Width, bool Packed>
+  void multiply_panel(const Product& rows, int64_t panel) const {
+    const int64_t n = panels_.begin(panel) * kLanes;
+    const int64_t cols = std::min<int64_t>(p_.N - n, Width * kLanes);
+    const float* b = packed_b_ + n * p_.K;
+    for (int64_t m = 0; m < rows.M; m += kRows) {
+      const CTile c{rows.c + m * rows.c_stride + n,
+                    rows.c_stride,
+                    std::min<int64_t>(kRows, rows.M - m),
                     cols,
-                    update_.alpha,
-                    block == 0 && !update_.accumulate};
-      const float* rows = a + (m - m_begin) * (pack_a_ ? depth : a_.row_stride);
-      switch (slab.panels.size(panel)) {
-        case 1:
-          tile<1>(c, rows, b, depth);
-          break;
-        case 2:
-          tile<2>(c, rows, b, depth);
-          break;
-        case 3:
-          tile<3>(c, rows, b, depth);
-          break;
-      }
+                    p_.update.alpha,
+                    !p_.update.accumulate};
+      const float* a = Packed ? packed_a_ + m * p_.K : rows.a.at(m, 0);
+      Kernel::template tile<Width, Packed>(c, a, rows.a.row_stride, b, p_.K);
     }
   }
 
-  template <int Width>
-  void tile(const CTile& c, const float* a, const float* panel, int64_t depth) const {
-    if (pack_a_) {
-      Kernel::template tile<Width, true>(c, a, 0, panel, depth);
-    } else {
-      Kernel::template tile<Width, false>(c, a, a_.row_stride, panel, depth);
-    }
-  }
-
-  static int thread() {
-#ifdef _OPENMP
-    return omp_get_num_threads() > 1 ? omp_get_thread_num() : 0;
-#else
-    return 0;
-#endif
-  }
-
-  float* c_;
-  int64_t c_stride_;
-  Operand a_, b_;
-  int64_t M_, N_;
-  MatmulUpdate update_;
-  MatmulScratch& scratch_;
-  Shares k_blocks_;
+  Product p_;
+  float* packed_a_;
+  float* packed_b_;
   bool pack_a_;
-  float* packed_b_ = nullptr;
+  Shares panels_;  // of the slab's width in vectors
 };
+
+inline int thread_number() {
+#ifdef _OPENMP
+  return omp_get_thread_num();
+#else
+  return 0;
+#endif
+}
+
+// C cut into a grid, one product an element.
+struct Grid {
+  Shares rows, cols;  // of C's rows and columns in register tiles
+};
+
+// The grid whose largest element is done first, with an element for each thread: multiplying takes rows *
+// cols, packing about 10 * (rows + cols). Long ones are cut further, so that a thread that is held up does
+// not hold up the others.
+template <class Kernel>
+Grid grid_for(int64_t M, int64_t N, int threads) {
+  const int64_t row_tiles = ceil_div(M, Kernel::kRows), col_tiles = ceil_div(N, Kernel::kLanes);
+  Grid best{{row_tiles, 1}, {col_tiles, 1}};
+  int64_t best_cost = INT64_MAX;
+  for (int64_t rows = 1; rows <= std::min<int64_t>(threads, row_tiles); rows++) {
+    const int64_t cols = std::min(threads / rows, col_tiles);
+    const int64_t m = ceil_div(row_tiles, rows) * Kernel::kRows,
+                  n = ceil_div(col_tiles, cols) * Kernel::kLanes;
+    const int64_t cost = m * n + 10 * (m + n);
+    if (cost < best_cost) best_cost = cost, best.rows.parts = rows, best.cols.parts = cols;
+  }
+  if (threads > 1 && M / best.rows.parts >= 2048) best.rows.parts *= 4;
+  return best;
+}
+
+template <class Kernel>
+void multiply(const Product& p, int threads, MatmulScratch& scratch) {
+  const Grid grid = grid_for<Kernel>(p.M, p.N, threads);
+  scratch.reserve(threads);
+#pragma omp parallel for schedule(dynamic) num_threads(threads) if (threads > 1)
+  for (int64_t i = 0; i < grid.rows.parts * grid.cols.parts; i++) {
+    const int64_t row = i / grid.cols.parts, col = i % grid.cols.parts;
+    const Product part =
+        p.part(grid.rows.begin(row) * Kernel::kRows, std::min(p.M, grid.rows.end(row) * Kernel::kRows),
+               grid.cols.begin(col) * Kernel::kLanes, std::min(p.N, grid.cols.end(col) * Kernel::kLanes));
+    SerialProduct<Kernel>::run(part, scratch.of_thread(threads > 1 ? thread_number() : 0));
+  }
+}
 
 // Threads worth waking for a product of that many multiply-adds; one inside a parallel region.
 inline int matmul_threads(int64_t multiply_adds) {
@@ -424,8 +433,8 @@ inline void matmul(float* c, int64_t c_stride, Operand a, Operand b, int64_t M, 
     for (int64_t m = 0; m < M; m++) std::fill_n(c + m * c_stride, N, 0.0f);
     return;
   }
-  detail::Matmul<detail::NativeMatmulKernel>(c, c_stride, a, b, M, N, K, update, scratch)
-      .run(detail::matmul_threads(M * N * K));
+  const detail::Product product{c, c_stride, a, b, M, N, K, update};
+  detail::multiply<detail::NativeMatmulKernel>(product, detail::matmul_threads(M * N * K), scratch);
 }
 
 }  // namespace xmod

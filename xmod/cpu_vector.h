@@ -121,6 +121,30 @@ inline Vector exp(Vector x) {
   return x < kSmallest ? Vector{} : result;
 }
 
+// The natural logarithm within 2 ulp; -inf for 0 and subnormal numbers, +inf for +inf, NaN for negative
+// numbers and NaN. x = 2^n m with m in [sqrt(1/2), sqrt(2)); with f = m - 1 and s = f / (2 + f), log m = 2
+// atanh(s), the series 2 (s + s^3 / 3 + s^5 / 5 + ...), written so that the exact f carries most of the sum.
+inline Vector log(Vector x) {
+  constexpr uint32_t kSqrtHalf = 0x3f3504f3;  // the bits of sqrt(1/2)
+  constexpr float kLn2High = 0.693359375f;
+  constexpr float kLn2Low = -2.12194440e-4f;
+  constexpr float kInfinity = std::numeric_limits<float>::infinity();
+
+  VectorBits above = reinterpret_cast<VectorBits>(x) - kSqrtHalf;
+  VectorMask exponent = reinterpret_cast<VectorMask>(above) >> 23;
+  Vector m = reinterpret_cast<Vector>((above & 0x7fffff) + kSqrtHalf);
+  Vector n = __builtin_convertvector(exponent, Vector);
+  Vector f = m - 1.0f;
+  Vector s = f / (f + 2.0f);
+  Vector z = s * s;
+  Vector tail =
+      z * (z * (z * (z * (2.0f / 9) + 2.0f / 7) + 2.0f / 5) + 2.0f / 3);  // of 2 atanh(s) / s, beyond 2
+  Vector result = n * kLn2High + (f - (s * (f - tail) - n * kLn2Low));
+  result = x < kInfinity ? result : x;
+  result = x < std::numeric_limits<float>::min() ? splat(-kInfinity) : result;
+  return x < 0.0f ? splat(std::numeric_limits<float>::quiet_NaN()) : result;
+}
+
 inline Vector sigmoid(Vector x) {
   return 1.0f / (1.0f + exp(-x));
 }

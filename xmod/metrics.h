@@ -60,7 +60,8 @@ class MetricsLog {
     std::istringstream lines(read_file(path, int64_t{1} << 32));
     std::string kept, line;
     std::getline(lines, line);
-    if (line != kColumns) fail(path, ": its first line is not that of a metrics file; move it away to resume");
+    if (line != kColumns)
+      fail(path, ": its first line is not that of a metrics file; move it away to resume");
     while (std::getline(lines, line) && !lines.eof()) {  // eof: the last line has no end
       if (std::atoll(line.c_str()) <= last_step) kept += line + "\n";
     }

@@ -163,7 +163,7 @@ inline size_t edit_distance(const std::string& a, const std::string& b) {
 inline size_t mistakes(const std::string& word, const std::string& name) {
   constexpr size_t kTellingPart = 4;
   const bool part = word.size() >= kTellingPart && name.find(word) != std::string::npos;
-  return std::min(edit_distance(word, name), part ? size_t{1} : name.size());
+  return std::min(edit_distance(word, name), part ? 1 : std::string::npos);
 }
 
 // "; did you mean A, B or C?": the one to three names with the fewest mistakes.

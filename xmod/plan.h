@@ -14,6 +14,7 @@
 
 #include "xmod/activations.h"
 #include "xmod/model.h"
+#include "xmod/optimizer.h"
 #include "xmod/options.h"
 #include "xmod_common.h"
 
@@ -49,7 +50,7 @@ inline std::string abbreviate(const LayerRun& run) {
   if (!run.sparse) return times(run.length, "D");
   const std::string unit = times(run.unit, "S");
   const int64_t units = run.length / run.unit;
-  return units == 1 ? unit : times(units, run.unit == 1 ? unit : "(" + unit + ")");
+  return units == 1 ? unit : times(units, run.unit == 1 ? unit : concatenate("(", unit, ")"));
 }
 
 constexpr int64_t kRowWidth = 96;
@@ -67,7 +68,7 @@ inline std::vector<std::string> draw_sparse(const LayerRun& run) {
     return std::vector<std::string>(static_cast<size_t>(units), unit);
   }
   std::string row = unit;
-  for (int64_t i = 1; i < units; i++) row += " " + unit;
+  for (int64_t i = 1; i < units; i++) row.append(" ").append(unit);
   return {row};
 }
 
@@ -79,13 +80,14 @@ inline std::string abbreviated_pattern(const ModelConfig& c, const LayerPlan& pl
   std::vector<std::pair<std::string, int64_t>> parts;  // and how often each stands in a row
   for (size_t i = 0; i < runs.size(); i++) {
     std::string part = detail::abbreviate(runs[i]);
-    if (runs[i].sparse && i + 1 < runs.size()) part += " " + detail::abbreviate(runs[++i]);
+    if (runs[i].sparse && i + 1 < runs.size()) part.append(" ").append(detail::abbreviate(runs[++i]));
     if (parts.empty() || parts.back().first != part) parts.emplace_back(part, 0);
     parts.back().second++;
   }
   std::string text;
   for (const auto& [part, count] : parts) {
-    text += (text.empty() ? "" : " ") + (count == 1 ? part : detail::times(count, "[" + part + "]"));
+    if (!text.empty()) text += ' ';
+    text += count == 1 ? part : detail::times(count, detail::concatenate("[", part, "]"));
   }
   return text;
 }
@@ -147,10 +149,7 @@ inline MemoryEstimate estimate_memory(const ModelConfig& c, int64_t batch_size,
   constexpr int64_t kFloat = sizeof(float);
   const LayerPlan plan = make_layer_plan(c);
   const ParameterTable table = make_parameter_table(c, plan);
-  int64_t second_moments = 0;
-  for (const Parameter& p : table.entries) {
-    if (optimizer == Optimizer::adamw || p.optimizer == Optimizer::adamw) second_moments += p.size;
-  }
+  const int64_t second_moments = make_optimizer_table(table, optimizer).second_moment_total;
   MemoryEstimate memory;
   memory.groups = {
       {"parameters", table.total * kFloat},
@@ -272,9 +271,13 @@ inline std::string scientific(double x) {
 
 // 2,640,123,456
 inline std::string grouped(int64_t n) {
-  std::string digits = std::to_string(n);
-  for (size_t at = digits.size(); at > 3;) digits.insert(at -= 3, ",");
-  return digits;
+  const std::string digits = std::to_string(n);
+  std::string text;
+  for (size_t i = 0; i < digits.size(); i++) {
+    if (i > 0 && (digits.size() - i) % 3 == 0) text += ',';
+    text += digits[i];
+  }
+  return text;
 }
 
 inline void print_counts(const ModelConfig& c, double compute, std::ostream& out) {

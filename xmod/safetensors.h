@@ -320,7 +320,6 @@ class SafetensorsHeader : public nlohmann::json_sax<nlohmann::json> {
     for (const char* field : {"dtype", "shape", "data_offsets"}) {
       if (!fields_.count(field)) complain(std::string("has no ") + field);
     }
-    if (fields_.size() > 3) complain("has other fields than dtype, shape and data_offsets");
     if (offsets_.size() != 2)
       complain("has " + std::to_string(offsets_.size()) + " data_offsets, expected 2");
     tensors.back().begin = offsets_[0];

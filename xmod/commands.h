@@ -1,0 +1,132 @@
+// The commands of the binary, for any backend.
+#pragma once
+
+#include <cstdio>
+#include <exception>
+#include <iostream>
+#include <new>
+#include <string>
+#include <vector>
+
+#include "xmod/checkpoint.h"
+#include "xmod/evaluate.h"
+#include "xmod/generate.h"
+#include "xmod/model.h"
+#include "xmod/options.h"
+#include "xmod/plan.h"
+#include "xmod/tokenizer.h"
+#include "xmod/trainer.h"
+
+namespace xmod {
+
+namespace detail {
+
+// The tokenizer saved with a checkpoint; bytes where the vocabulary is that of bytes.
+inline Tokenizer checkpoint_tokenizer(const std::string& checkpoint, const ModelConfig& config) {
+  const std::string path = checkpoint + "/tokenizer.bin";
+  if (path_exists(path)) {
+    Tokenizer tokenizer = Tokenizer::load(path);
+    if (tokenizer.vocab_size() > config.vocab_size) {
+      fail(path, ": ", tokenizer.vocab_size(), " tokens, more than the model's vocabulary of ",
+           config.vocab_size, "; put the tokenizer there that made the training shards");
+    }
+    return tokenizer;
+  }
+  if (config.vocab_size == 256) return Tokenizer::bytes();
+  fail(path, ": not found, and a vocabulary of ", config.vocab_size,
+       " is not one of bytes; put the tokenizer.bin there that prepare_data.py wrote beside the shards");
+}
+
+template <class Backend>
+void train(const Options& options) {
+  Backend backend(options.train.threads);
+  Trainer<Backend>(backend, options, std::cout).run();
+}
+
+template <class Backend>
+void eval(const Options& options) {
+  const EvalOptions& o = options.eval;
+  const ModelConfig config = load_config(o.checkpoint);
+  TokenShards shards(o.val_data, config.seq_len, config.vocab_size, "--val-data");
+  const int64_t most = o.eval_batches == 0 ? shards.num_sequences() : o.eval_batches * o.batch_size;
+  EvalLoader loader(std::move(shards), o.batch_size, most);
+  Backend backend(o.threads);
+  Model<Backend> model(backend, config, o.batch_size, Use::inference);
+  load_model(o.checkpoint, model);
+  const ValidationLoss loss = evaluate(model, loader, o.batch_size);
+  const int64_t targets = loader.num_sequences() * config.seq_len;
+  if (o.json) {
+    const nlohmann::ordered_json json = {{"checkpoint", o.checkpoint},
+                                         {"val_loss_topk", loss.topk},
+                                         {"val_loss_threshold", loss.threshold},
+                                         {"targets", targets}};
+    std::cout << json.dump(2) << "\n";
+  } else {
+    std::printf("validation loss %.4f top-k, %.4f threshold (mean over %lld targets)\n", loss.topk,
+                loss.threshold, static_cast<long long>(targets));
+  }
+}
+
+template <class Backend>
+void generate_text(const Options& options) {
+  const GenerateOptions& o = options.generate;
+  const ModelConfig config = load_config(o.checkpoint);
+  const Tokenizer tokenizer = checkpoint_tokenizer(o.checkpoint, config);
+  // With nothing to continue, start where a document or a line starts.
+  std::vector<int32_t> prompt = tokenizer.encode(o.prompt);
+  if (prompt.empty() && tokenizer.eot() >= 0) prompt = {tokenizer.eot()};
+  if (prompt.empty()) prompt = tokenizer.encode("\n");
+  Backend backend(o.threads);
+  Model<Backend> model(backend, config, 1, Use::inference);
+  load_model(o.checkpoint, model);
+  std::cout << o.prompt << std::flush;
+  generate(model, prompt, o.max_new_tokens, {o.temperature, o.top_k, o.top_p}, static_cast<uint64_t>(o.seed),
+           tokenizer.eot(), [&](int32_t id) { std::cout << tokenizer.token(id) << std::flush; });
+  std::cout << "\n";
+}
+
+}  // namespace detail
+
+template <class Backend>
+void run_command(const Options& options) {
+  if (options.help) {
+    std::cout << options.help_text;
+    return;
+  }
+  switch (options.command) {
+    case Command::train:
+      return detail::train<Backend>(options);
+    case Command::plan:
+      return print_plan(options, std::cout);
+    case Command::eval:
+      return detail::eval<Backend>(options);
+    case Command::generate:
+      return detail::generate_text<Backend>(options);
+  }
+}
+
+// main: every error a user can cause ends in one line and the exit status.
+template <class Backend>
+int run_commands(int argc, char** argv) {
+  try {
+    run_command<Backend>(parse_options(argc, argv));
+    std::cout << std::flush;
+    if (!std::cout) fail("cannot write to the standard output; is the disk full?");
+    return 0;
+  } catch (const Error& error) {
+    std::fflush(stdout);
+    std::fprintf(stderr, "error: %s\n", error.what());
+    return error.exit_code;
+  } catch (const std::bad_alloc&) {
+    std::fprintf(
+        stderr,
+        "error: out of memory; `plan` shows what a run needs: choose a smaller --batch-size, --seq-len or "
+        "model\n");
+    return 1;
+  } catch (const std::exception& error) {
+    std::fprintf(stderr, "error: %s\n", error.what());
+    return 1;
+  }
+}
+
+}  // namespace xmod

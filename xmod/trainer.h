@@ -1,0 +1,297 @@
+// The training loop, written once for every backend.
+#pragma once
+
+#include <algorithm>
+#include <chrono>
+#include <cmath>
+#include <cstdint>
+#include <cstdio>
+#include <filesystem>
+#include <memory>
+#include <optional>
+#include <ostream>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "dataloader.h"
+#include "xmod/checkpoint.h"
+#include "xmod/evaluate.h"
+#include "xmod/metrics.h"
+#include "xmod/model.h"
+#include "xmod/optimizer.h"
+#include "xmod/options.h"
+#include "xmod/plan.h"
+#include "xmod/schedule.h"
+
+namespace xmod {
+
+// Optimizer steps of a run: given, or as many as the compute budget pays for (to the nearest, at least one).
+inline int64_t resolve_steps(const ModelConfig& model, const TrainOptions& o) {
+  if (o.steps > 0) return o.steps;
+  const double step_tokens = static_cast<double>(o.batch_size * o.grad_accum * model.seq_len);
+  const double steps = o.compute / training_flops_per_token(model) / step_tokens;
+  if (steps > 1e12)
+    usage_error("--compute ", o.compute, " is more than 1e12 steps of this model; choose less");
+  return std::max<int64_t>(1, std::llround(steps));
+}
+
+inline int64_t resolve_warmup(const TrainOptions& o, int64_t steps) {
+  return o.warmup_steps >= 0 ? o.warmup_steps : std::min<int64_t>(500, steps / 20);
+}
+
+// Seconds since construction or the last restart.
+class Stopwatch {
+ public:
+  double seconds() const { return std::chrono::duration<double>(Clock::now() - start_).count(); }
+  void restart() { start_ = Clock::now(); }
+
+ private:
+  using Clock = std::chrono::steady_clock;
+  Clock::time_point start_ = Clock::now();
+};
+
+// "1h02m", "3m05s", "12s"
+inline std::string show_duration(double seconds) {
+  const int64_t s = std::llround(seconds);
+  char text[32];
+  if (s >= 3600) {
+    std::snprintf(text, sizeof text, "%lldh%02lldm", static_cast<long long>(s / 3600),
+                  static_cast<long long>(s / 60 % 60));
+  } else if (s >= 60) {
+    std::snprintf(text, sizeof text, "%lldm%02llds", static_cast<long long>(s / 60),
+                  static_cast<long long>(s % 60));
+  } else {
+    std::snprintf(text, sizeof text, "%llds", static_cast<long long>(s));
+  }
+  return text;
+}
+
+template <class Backend>
+class Trainer {
+ public:
+  // Reads the data's headers, makes the output directory ready, and only then allocates the model.
+  Trainer(Backend& backend, const Options& options, std::ostream& log)
+      : o_(options.train),
+        config_(options.model),
+        log_(log),
+        steps_(resolve_steps(config_, o_)),
+        warmup_(resolve_warmup(o_, steps_)),
+        loader_(TokenShards(o_.train_data, config_.seq_len, config_.vocab_size, "--train-data"),
+                o_.batch_size, static_cast<uint64_t>(o_.seed)),
+        validation_(open_validation()),
+        resume_from_(find_checkpoint()),
+        model_((announce(backend), backend), config_, o_.batch_size, Use::training),
+        optimizer_(backend, model_.table, {o_.optimizer, o_.weight_decay, o_.grad_clip}),
+        tokens_(static_cast<size_t>(o_.batch_size * config_.seq_len)),
+        targets_(tokens_.size()) {}
+
+  void run() {
+    start();
+    MetricsLog metrics((std::filesystem::path(o_.out) / "metrics.csv").string(), state_.step);
+    while (state_.step < steps_) {
+      Stopwatch watch;
+      MetricsRow row = train_step();
+      row.tokens_per_second = static_cast<double>(step_tokens()) / watch.seconds();
+      train_seconds_ += watch.seconds();
+      if (is_due(o_.eval_interval)) evaluate_into(row);
+      metrics.append(row);
+      print_progress(row);
+      if (is_due(o_.checkpoint_interval)) save();
+    }
+  }
+
+ private:
+  // --- before the first step ---
+
+  std::unique_ptr<EvalLoader> open_validation() {
+    if (o_.val_data.empty()) return nullptr;
+    TokenShards shards(o_.val_data, config_.seq_len, config_.vocab_size, "--val-data");
+    const int64_t most = o_.eval_batches == 0 ? shards.num_sequences() : o_.eval_batches * o_.batch_size;
+    return std::make_unique<EvalLoader>(std::move(shards), o_.batch_size, most);
+  }
+
+  // The newest whole checkpoint in --out, to resume from.
+  std::optional<CheckpointEntry> find_checkpoint() {
+    create_directories(o_.out);
+    recover_checkpoints(o_.out);
+    const std::vector<CheckpointEntry> all = list_checkpoints(o_.out);
+    if (all.empty()) return std::nullopt;
+    if (!o_.resume) {
+      fail("--out ", o_.out, " already holds ", all.back().directory,
+           ": give --resume to go on from it, or another --out");
+    }
+    return all.back();
+  }
+
+  // Says what is going to be trained, on what, and in how much memory.
+  void announce(Backend&) {
+    const Accounting a = account(config_);
+    log_ << detail::title(config_) << ": " << a.layers << " layers (" << a.dense_layers << " dense, "
+         << a.sparse_layers << " sparse), " << detail::rounded(static_cast<double>(a.params_total))
+         << " parameters, " << detail::scientific(a.flops_per_token) << " FLOPs per token; " << Backend::kName
+         << ", " << Backend::threads() << " threads\n";
+    log_ << "  " << abbreviated_pattern(config_, make_layer_plan(config_)) << "\n";
+    announce_data("training", loader_.shards(), loader_.shards().num_sequences());
+    if (validation_) announce_data("validation", validation_->shards(), validation_->num_sequences());
+    log_ << "memory\n";
+    print_memory(config_, estimate_memory(config_, o_.batch_size, o_.optimizer), log_);
+    log_ << steps_ << " steps of " << step_tokens() << " tokens, "
+         << detail::scientific(static_cast<double>(steps_ * step_tokens()) *
+                               training_flops_per_token(config_))
+         << " training FLOPs\n"
+         << std::flush;
+  }
+
+  void announce_data(const char* name, const TokenShards& shards, int64_t used) {
+    log_ << name << ": " << shards.num_tokens() << " tokens in " << shards.num_shards() << " shard"
+         << (shards.num_shards() == 1 ? "" : "s") << ", " << used << " of " << shards.num_sequences()
+         << " sequences used";
+    if (shards.unused_tokens() > 0)
+      log_ << ", " << shards.unused_tokens() << " tokens at shard ends fill none";
+    log_ << "\n";
+  }
+
+  void start() {
+    tokenizer_ = read_tokenizer();
+    if (resume_from_) {
+      state_ = load_checkpoint(resume_from_->directory, model_, optimizer_);
+      loader_.restore(state_.loader);
+      log_ << "resuming from " << resume_from_->directory << "\n";
+      if (state_.step >= steps_) log_ << "already at step " << state_.step << " of " << steps_ << "\n";
+    } else {
+      model_.initialise(static_cast<uint64_t>(o_.seed));
+      state_.loader = loader_.state();
+      if (o_.resume) log_ << "no checkpoint in " << o_.out << " yet: starting from step 0\n";
+    }
+    first_step_ = state_.step;
+  }
+
+  // The file beside the training shards, if there is one; samples then print as text.
+  std::vector<std::pair<std::string, std::string>> read_tokenizer() {
+    const std::string name = "tokenizer.bin";
+    const std::string path = (std::filesystem::path(o_.train_data).parent_path() / name).string();
+    if (!path_exists(path)) return {};
+    return {{name, read_file(path)}};
+  }
+
+  // --- one step ---
+
+  int64_t step_tokens() const { return o_.batch_size * o_.grad_accum * config_.seq_len; }
+
+  MetricsRow train_step() {
+    const double factor = schedule_factor(o_.lr_schedule, state_.step, steps_, warmup_, o_.final_lr_fraction);
+    const double lr = o_.lr * factor, adamw_lr = (o_.adamw_lr < 0 ? o_.lr : o_.adamw_lr) * factor;
+    const int64_t step = state_.step + 1;
+    const double loss = accumulate_gradients();
+    require_finite("loss", loss, step);
+    const double grad_norm = optimizer_.gradient_norm(model_.grads());
+    require_finite("gradient norm", grad_norm, step);
+    optimizer_.update(model_.params(), model_.grads(), grad_norm, step, lr, adamw_lr);
+    model_.update_thresholds(step, o_.grad_accum);
+    state_.step = step;
+    state_.tokens += step_tokens();
+    state_.loader = loader_.state();
+    return {.step = step,
+            .tokens = state_.tokens,
+            .flops = static_cast<double>(state_.tokens) * training_flops_per_token(config_),
+            .train_loss = loss,
+            .val_loss_topk = {},
+            .val_loss_threshold = {},
+            .lr = lr,
+            .grad_norm = grad_norm,
+            .tokens_per_second = 0};
+  }
+
+  // Leaves the gradient of the step's mean loss; returns the loss.
+  double accumulate_gradients() {
+    model_.zero_gradients();
+    const double share = 1.0 / static_cast<double>(o_.grad_accum);
+    double loss = 0;
+    for (int64_t micro = 0; micro < o_.grad_accum; micro++) {
+      loader_.next_batch(tokens_.data(), targets_.data());
+      loss += share * model_.forward_backward(tokens_.data(), targets_.data(), o_.batch_size, config_.seq_len,
+                                              static_cast<float>(share));
+    }
+    return loss;
+  }
+
+  // Nothing was updated yet: the weights on disk and in memory are those of the step before.
+  void require_finite(const char* what, double value, int64_t step) {
+    if (std::isfinite(value)) return;
+    const std::vector<CheckpointEntry> all = list_checkpoints(o_.out);
+    fail("step ", step, ": the ", what, " is ", value,
+         ", stopped before the update; last checkpoint: ", all.empty() ? "none" : all.back().directory,
+         "; try a lower --lr or a longer --warmup-steps");
+  }
+
+  // --- between steps ---
+
+  bool is_due(int64_t interval) const {
+    return state_.step == steps_ || (interval > 0 && state_.step % interval == 0);
+  }
+
+  void evaluate_into(MetricsRow& row) {
+    if (!validation_) return;
+    const ValidationLoss loss = evaluate(model_, *validation_, o_.batch_size);
+    row.val_loss_topk = loss.topk;
+    row.val_loss_threshold = loss.threshold;
+  }
+
+  void save() {
+    save_checkpoint(o_.out, model_, optimizer_, state_, tokenizer_);
+    keep_newest_checkpoints(o_.out, o_.keep_checkpoints);
+  }
+
+  // About fifty lines a run, and one for every evaluation.
+  void print_progress(const MetricsRow& row) {
+    window_steps_++;
+    const bool line_due = row.val_loss_topk || state_.step == steps_ || state_.step == first_step_ + 1 ||
+                          state_.step % std::max<int64_t>(1, steps_ / 50) == 0;
+    if (!line_due) return;
+    const double rate = static_cast<double>(window_steps_ * step_tokens()) / train_seconds_;
+    const double wall_per_step = wall_.seconds() / static_cast<double>(state_.step - first_step_);
+    window_steps_ = 0;
+    train_seconds_ = 0;
+    char text[256];
+    std::snprintf(
+        text, sizeof text,
+        "step %*lld/%lld | loss %.4f | %slr %.2e | norm %.3f | %.1fk tok/s | %.1f GFLOP/s | %s left",
+        static_cast<int>(std::to_string(steps_).size()), static_cast<long long>(state_.step),
+        static_cast<long long>(steps_), row.train_loss, show_validation(row).c_str(), row.lr, row.grad_norm,
+        rate / 1e3, rate * training_flops_per_token(config_) / 1e9,
+        show_duration(wall_per_step * static_cast<double>(steps_ - state_.step)).c_str());
+    log_ << text << "\n" << std::flush;
+  }
+
+  std::string show_validation(const MetricsRow& row) const {
+    if (!row.val_loss_topk) return "";
+    char text[64];
+    if (model_.sparse_layers == 0) {
+      std::snprintf(text, sizeof text, "val %.4f | ", *row.val_loss_topk);
+    } else {
+      std::snprintf(text, sizeof text, "val %.4f top-k, %.4f threshold | ", *row.val_loss_topk,
+                    *row.val_loss_threshold);
+    }
+    return text;
+  }
+
+  const TrainOptions o_;
+  const ModelConfig config_;
+  std::ostream& log_;
+  const int64_t steps_, warmup_;
+  TrainLoader loader_;
+  std::unique_ptr<EvalLoader> validation_;
+  std::optional<CheckpointEntry> resume_from_;
+  Model<Backend> model_;
+  OptimizerState<Backend> optimizer_;
+  std::vector<int32_t> tokens_, targets_;                       // (B, T) one micro-batch
+  std::vector<std::pair<std::string, std::string>> tokenizer_;  // (name, bytes) to travel with checkpoints
+  TrainerState state_;
+  int64_t first_step_ = 0;    // of this process
+  int64_t window_steps_ = 0;  // since the last progress line ...
+  double train_seconds_ = 0;  // ... and the time in them
+  Stopwatch wall_;
+};
+
+}  // namespace xmod
