@@ -9,6 +9,8 @@
 //
 // Every sum runs in an order that depends on the shapes alone, so results are the same bit for bit whatever
 // the number of threads.
+#include <unistd.h>
+
 #include <algorithm>
 #include <cmath>
 #include <cstdint>
@@ -22,6 +24,7 @@
 #include <omp.h>
 #endif
 
+#include "xmod/aligned_floats.h"
 #include "xmod/cpu_attention.h"
 #include "xmod/cpu_matmul.h"
 #include "xmod/cpu_rows.h"
@@ -53,6 +56,8 @@ class CpuBackend {
 
   // ------------------------------------------------------------------------------------------------
   // memory
+
+  static int64_t memory_bytes() { return int64_t{sysconf(_SC_PHYS_PAGES)} * sysconf(_SC_PAGE_SIZE); }
 
   template <class T>
   T* allocate(int64_t n) {
@@ -696,7 +701,7 @@ class CpuBackend {
   // --- Muon ---
 
   struct MuonScratch {
-    detail::AlignedFloats x, next, gram, polynomial;
+    AlignedFloats x, next, gram, polynomial;
     MatmulScratch matmul;
   };
 
@@ -748,7 +753,7 @@ class CpuBackend {
 
   MatmulScratch matmul_scratch_;
   AttentionScratch attention_scratch_;
-  detail::AlignedFloats row_sums_, row_values_;
+  AlignedFloats row_sums_, row_values_;
   std::vector<MuonScratch> muon_scratch_;
 };
 

@@ -285,6 +285,7 @@ bool same_bits(const float* a, const float* b, int64_t count) {
   return std::memcmp(a, b, static_cast<size_t>(count) * sizeof(float)) == 0;
 }
 
+#ifdef _OPENMP
 void expect_same_bits(const Outputs& a, const Outputs& b) {
   EXPECT_TRUE(same_bits(a.out.data(), b.out.data(), a.out.size()));
   EXPECT_TRUE(same_bits(a.lse.data(), b.lse.data(), a.lse.size()));
@@ -293,8 +294,8 @@ void expect_same_bits(const Outputs& a, const Outputs& b) {
   EXPECT_TRUE(same_bits(a.dqkv.data(), b.dqkv.data(), a.dqkv.size()));
 }
 
-#ifdef _OPENMP
-// One and two threads take whole sequences of the first case, three work in waves; the second is all waves.
+// Whole sequences a thread where their number divides evenly (1 and 2 threads of the first case), else shared
+// keys.
 TEST(CpuAttention, TheNumberOfThreadsDoesNotMatter) {
   const int before = omp_get_max_threads();
   for (const Case& c : {Case{{150, 300, 7, 290}, 2, 1, 24}, Case{{330}, 2, 1, 64}}) {

@@ -14,7 +14,6 @@ namespace xmod {
 namespace {
 
 constexpr float kInfinity = std::numeric_limits<float>::infinity();
-constexpr float kNan = std::numeric_limits<float>::quiet_NaN();
 constexpr float kSmallestNormal = std::numeric_limits<float>::min();
 
 float from_bits(uint32_t bits) {
@@ -74,10 +73,13 @@ TEST(CpuVector, KeepFirstReplacesTheRest) {
 }
 
 TEST(CpuVector, HorizontalSumAddsHalves) {
-  Vector v;
-  std::vector<float> lanes;
-  for (int64_t i = 0; i < kLanes; ++i)
-    lanes.push_back(v[i] = 1.0f / static_cast<float>(3 + 7 * i % 11) + 1e4f * (i % 3));
+  Vector v = {};
+  std::vector<float> lanes(kLanes);
+  for (int64_t i = 0; i < kLanes; ++i) {
+    const float value = 1.0f / static_cast<float>(3 + 7 * i % 11) + 1e4f * static_cast<float>(i % 3);
+    v[i] = value;
+    lanes[static_cast<size_t>(i)] = value;
+  }
   for (int64_t half = kLanes / 2; half > 0; half /= 2) {
     for (int64_t i = 0; i < half; ++i) lanes[static_cast<size_t>(i)] += lanes[static_cast<size_t>(i + half)];
   }

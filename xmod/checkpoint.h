@@ -9,6 +9,8 @@
 // It appears whole or not at all (xmod/files.h).
 #pragma once
 
+#include <algorithm>
+#include <cmath>
 #include <cstdint>
 #include <nlohmann/json.hpp>
 #include <set>
@@ -49,13 +51,18 @@ void save_tensors(const std::string& path, Backend& be, const std::vector<Stored
   for (const StoredTensor& t : tensors) {
     writer.write_pieces(t.name, [&](int64_t first_byte, void* buffer, int64_t bytes) {
       constexpr int64_t kFloat = sizeof(float);
-      be.to_host(static_cast<float*>(buffer), t.device + first_byte / kFloat, bytes / kFloat);
+      float* values = static_cast<float*>(buffer);
+      be.to_host(values, t.device + first_byte / kFloat, bytes / kFloat);
+      if (std::all_of(values, values + bytes / kFloat, [](float value) { return std::isfinite(value); }))
+        return;
+      fail("cannot save ", path, ": ", t.name, " has become infinite or NaN; the checkpoint before it stays: ",
+           "resume from that with a lower --lr");
     });
   }
   writer.commit();
 }
 
-// Reads all of `tensors`; the file must have them and no others.
+// Reads all of `tensors`, finite values; the file must have them and no others.
 template <class Backend>
 void load_tensors(const std::string& path, Backend& be, const std::vector<StoredTensor>& tensors) {
   const SafetensorsFile file(path);
@@ -108,7 +115,14 @@ std::vector<StoredTensor> optimizer_tensors(const Model<Backend>& model,
 }
 
 inline nlohmann::json parse_json_file(const std::string& path) {
-  const nlohmann::json parsed = nlohmann::json::parse(read_file(path), nullptr, /*allow_exceptions=*/false);
+  // Such a value would be a tree so deep that walking it overflows the stack.
+  auto refuse_depth = [&](int depth, nlohmann::json::parse_event_t, const nlohmann::json&) {
+    constexpr int kDeepest = 32;
+    if (depth > kDeepest) fail(path, ": nested more than ", kDeepest, " deep; is the file damaged?");
+    return true;
+  };
+  const nlohmann::json parsed =
+      nlohmann::json::parse(read_file(path), refuse_depth, /*allow_exceptions=*/false);
   if (parsed.is_discarded()) fail(path, ": not valid JSON; is the file damaged?");
   return parsed;
 }
@@ -124,15 +138,19 @@ inline nlohmann::json to_json(const TrainerState& s) {
 }
 
 inline TrainerState trainer_state_from_json(const nlohmann::json& json, const std::string& path) {
-  try {
-    const nlohmann::json& loader = json.at("data_loader");
-    return {json.at("step").get<int64_t>(),
-            json.at("tokens").get<int64_t>(),
-            {loader.at("seed").get<uint64_t>(), loader.at("epoch").get<int64_t>(),
-             loader.at("position").get<int64_t>(), loader.at("num_sequences").get<int64_t>()}};
-  } catch (const nlohmann::json::exception& error) {
-    fail(path, ": ", error.what(), "; the checkpoint is damaged: resume from another");
-  }
+  const std::string loader_path = path + ": data_loader";
+  const ConfigReader run(json, path), loader(run.value("data_loader"), loader_path);
+  auto count = [](const ConfigReader& in, const char* key) {
+    int64_t value = 0;
+    in.read(key, between(0, 1e18), value);
+    return value;
+  };
+  return {.step = count(run, "step"),
+          .tokens = count(run, "tokens"),
+          .loader = {.seed = static_cast<uint64_t>(count(loader, "seed")),
+                     .epoch = count(loader, "epoch"),
+                     .position = count(loader, "position"),
+                     .num_sequences = count(loader, "num_sequences")}};
 }
 
 }  // namespace detail

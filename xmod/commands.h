@@ -1,6 +1,8 @@
 // The commands of the binary, for any backend.
 #pragma once
 
+#include <algorithm>
+#include <csignal>
 #include <cstdio>
 #include <exception>
 #include <iostream>
@@ -39,7 +41,10 @@ inline Tokenizer checkpoint_tokenizer(const std::string& checkpoint, const Model
 
 template <class Backend>
 void train(const Options& options) {
-  Backend backend(options.train.threads);
+  const TrainOptions& o = options.train;
+  require_passes(options.model);
+  require_memory(estimate_memory(options.model, o.batch_size, o.optimizer).total(), Backend::memory_bytes());
+  Backend backend(o.threads);
   Trainer<Backend>(backend, options, std::cout).run();
 }
 
@@ -48,19 +53,22 @@ void eval(const Options& options) {
   const EvalOptions& o = options.eval;
   const ModelConfig config = load_config(o.checkpoint);
   TokenShards shards(o.val_data, config.seq_len, config.vocab_size, "--val-data");
-  const int64_t most = o.eval_batches == 0 ? shards.num_sequences() : o.eval_batches * o.batch_size;
-  EvalLoader loader(std::move(shards), o.batch_size, most);
+  const int64_t B = std::min(o.batch_size, shards.num_sequences());
+  const int64_t most = o.eval_batches == 0 ? shards.num_sequences() : o.eval_batches * B;
+  validate_size(config, B);
+  require_memory(inference_bytes(config, B), Backend::memory_bytes());
+  EvalLoader loader(std::move(shards), B, most);
   Backend backend(o.threads);
-  Model<Backend> model(backend, config, o.batch_size, Use::inference);
+  Model<Backend> model(backend, config, B, Use::inference);
   load_model(o.checkpoint, model);
-  const ValidationLoss loss = evaluate(model, loader, o.batch_size);
+  const ValidationLoss loss = evaluate(model, loader, B);
   const int64_t targets = loader.num_sequences() * config.seq_len;
   if (o.json) {
     const nlohmann::ordered_json json = {{"checkpoint", o.checkpoint},
                                          {"val_loss_topk", loss.topk},
                                          {"val_loss_threshold", loss.threshold},
                                          {"targets", targets}};
-    std::cout << json.dump(2) << "\n";
+    std::cout << json.dump(2, ' ', false, nlohmann::ordered_json::error_handler_t::replace) << "\n";
   } else {
     std::printf("validation loss %.4f top-k, %.4f threshold (mean over %lld targets)\n", loss.topk,
                 loss.threshold, static_cast<long long>(targets));
@@ -76,6 +84,7 @@ void generate_text(const Options& options) {
   std::vector<int32_t> prompt = tokenizer.encode(o.prompt);
   if (prompt.empty() && tokenizer.eot() >= 0) prompt = {tokenizer.eot()};
   if (prompt.empty()) prompt = tokenizer.encode("\n");
+  require_memory(inference_bytes(config, 1), Backend::memory_bytes());
   Backend backend(o.threads);
   Model<Backend> model(backend, config, 1, Use::inference);
   load_model(o.checkpoint, model);
@@ -105,27 +114,28 @@ void run_command(const Options& options) {
   }
 }
 
+// A name in the message may hold line breaks; the message is one line.
+inline int report(const std::string& message, int exit_code) {
+  std::fflush(stdout);
+  std::fprintf(stderr, "error: %s\n", printable(message, message.size()).c_str());
+  return exit_code;
+}
+
 // main: every error a user can cause ends in one line and the exit status.
 template <class Backend>
 int run_commands(int argc, char** argv) {
+  std::signal(SIGXFSZ, SIG_IGN);  // a file at its size limit is an error of write(), not the end
   try {
     run_command<Backend>(parse_options(argc, argv));
     std::cout << std::flush;
     if (!std::cout) fail("cannot write to the standard output; is the disk full?");
     return 0;
   } catch (const Error& error) {
-    std::fflush(stdout);
-    std::fprintf(stderr, "error: %s\n", error.what());
-    return error.exit_code;
+    return report(error.what(), error.exit_code);
   } catch (const std::bad_alloc&) {
-    std::fprintf(
-        stderr,
-        "error: out of memory; `plan` shows what a run needs: choose a smaller --batch-size, --seq-len or "
-        "model\n");
-    return 1;
+    return report(std::string("out of memory; ") + kMemoryRemedy, 1);
   } catch (const std::exception& error) {
-    std::fprintf(stderr, "error: %s\n", error.what());
-    return 1;
+    return report(error.what(), 1);
   }
 }
 

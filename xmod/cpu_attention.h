@@ -54,7 +54,6 @@ struct KeyTile {
   int64_t row;    // of the first key
   int64_t count;  // of keys
   int64_t kv_head;
-  int64_t index;  // of this tile within its sequence and key/value head
 };
 
 // Consecutive positions of one sequence, with all heads of one key/value head.
@@ -63,7 +62,6 @@ struct QueryTile {
   int64_t positions;       // how many
   int64_t first_position;  // of the first row, within the sequence
   int64_t kv_head;
-  int64_t index;           // of this tile within its sequence and key/value head
   int64_t first_key_tile;  // of its sequence and key/value head, in the list of key tiles
 
   // How many of the sequence's keys the i-th position of this tile sees: ascending with i, at least 1.
@@ -75,6 +73,12 @@ struct QueryTile {
 struct HeadTiles {
   int64_t first_query, last_query;
   int64_t first_key, last_key;
+};
+
+// Consecutive query tiles first .. last - 1 of one sequence and key/value head, about kKeyTile positions.
+struct QueryChunk {
+  int64_t first, last;
+  int64_t index;  // of this chunk within its sequence and key/value head
 };
 
 // Floats on a cache line's border; grows, never shrinks.
@@ -120,6 +124,7 @@ struct TileBuffers {
 struct AttentionScratch {
   std::vector<attention::KeyTile> key_tiles;
   std::vector<attention::QueryTile> query_tiles;
+  std::vector<attention::QueryChunk> query_chunks;
   std::vector<attention::HeadTiles> heads;
   std::vector<attention::TileBuffers> threads;
   attention::AlignedFloats panels;  // of all sequences, where the threads share them
@@ -300,19 +305,24 @@ inline void list_tiles(AttentionScratch& scratch, const int64_t* offsets, int64_
   const auto size = [](const auto& list) { return static_cast<int64_t>(list.size()); };
   scratch.key_tiles.clear();
   scratch.query_tiles.clear();
+  scratch.query_chunks.clear();
   scratch.heads.clear();
   for (int64_t b = 0; b < B; ++b) {
     const int64_t length = offsets[b + 1] - offsets[b];
     for (int64_t kv_head = 0; kv_head < shape.kv_heads && length > 0; ++kv_head) {
       HeadTiles head = {size(scratch.query_tiles), 0, size(scratch.key_tiles), 0};
       for (int64_t key = 0; key < length; key += kKeyTile) {
-        scratch.key_tiles.push_back(
-            {offsets[b] + key, std::min(kKeyTile, length - key), kv_head, key / kKeyTile});
+        scratch.key_tiles.push_back({offsets[b] + key, std::min(kKeyTile, length - key), kv_head});
       }
       const int64_t step = shape.tile_positions();
       for (int64_t position = 0; position < length; position += step) {
-        scratch.query_tiles.push_back({offsets[b] + position, std::min(step, length - position), position,
-                                       kv_head, position / step, head.first_key});
+        const int64_t tile = size(scratch.query_tiles), chunk = position / kKeyTile;
+        scratch.query_tiles.push_back(
+            {offsets[b] + position, std::min(step, length - position), position, kv_head, head.first_key});
+        if (position == 0 || chunk != (position - step) / kKeyTile) {
+          scratch.query_chunks.push_back({tile, tile, chunk});
+        }
+        scratch.query_chunks.back().last = tile + 1;
       }
       head.last_query = size(scratch.query_tiles);
       head.last_key = size(scratch.key_tiles);
@@ -328,8 +338,9 @@ struct WorkPlan {
   bool by_head;
   const KeyTile* key_tiles;
   const QueryTile* query_tiles;
+  const QueryChunk* query_chunks;
   const HeadTiles* heads;
-  int64_t key_tile_count, query_tile_count, head_count;
+  int64_t key_tile_count, query_tile_count, query_chunk_count, head_count;
   float* shared_panels;
 };
 
@@ -351,9 +362,11 @@ inline WorkPlan plan_work(AttentionScratch& scratch, const int64_t* offsets, int
   return {by_head,
           scratch.key_tiles.data(),
           scratch.query_tiles.data(),
+          scratch.query_chunks.data(),
           scratch.heads.data(),
           key_tile_count,
           static_cast<int64_t>(scratch.query_tiles.size()),
+          static_cast<int64_t>(scratch.query_chunks.size()),
           head_count,
           scratch.panels.data()};
 }
@@ -675,10 +688,13 @@ inline void attention_backward(float* dq, float* dk, float* dv, int64_t dv_strid
   const int64_t dquery_floats = shape.tile_rows() * shape.width();
 
   // A pair (query tile i, key tile j) adds to dq of i and to dk and dv of j. Where threads share the keys,
-  // all pairs of one wave i + j run at the same time: no two of them have i or j in common, and each tile
-  // receives its parts in the same order as from one thread. Between waves dq lies in the caller's buffer.
+  // all pairs (query chunk c, key tile j) of one wave c + j run at the same time: no two of them have c or j
+  // in common, and each tile receives its parts in the same order as from one thread. Between waves dq lies
+  // in the caller's buffer.
   int64_t waves = 0;
-  for (const QueryTile& tile : scratch.query_tiles) waves = std::max(waves, tile.index + tile.key_tiles());
+  for (const QueryChunk& chunk : scratch.query_chunks) {
+    waves = std::max(waves, chunk.index + plan.query_tiles[chunk.last - 1].key_tiles());
+  }
 
 #pragma omp parallel
   {
@@ -714,17 +730,20 @@ inline void attention_backward(float* dq, float* dk, float* dv, int64_t dv_strid
         pack_backward(panels(j), plan.key_tiles[j], at, shape);
       for (int64_t wave = 0; wave < waves; ++wave) {
 #pragma omp for schedule(dynamic)
-        for (int64_t i = 0; i < plan.query_tile_count; ++i) {
-          const QueryTile& tile = plan.query_tiles[i];
-          const int64_t j = wave - tile.index;
-          if (j < 0 || j >= tile.key_tiles()) continue;
-          load_query_tile(buffers, tile, at, shape);
-          if (j == 0)
-            std::fill_n(dquery, dquery_floats, 0.0f);
-          else
-            load_query_rows(dquery, dq, tile, shape, 1.0f);
-          add_pair(tile, j, panels(tile.first_key_tile + j));
-          store_query_rows(dq, dquery, tile, shape, j + 1 == tile.key_tiles() ? shape.scale() : 1.0f);
+        for (int64_t c = 0; c < plan.query_chunk_count; ++c) {
+          const QueryChunk& chunk = plan.query_chunks[c];
+          const int64_t j = wave - chunk.index;
+          for (int64_t i = chunk.first; i < chunk.last && j >= 0; ++i) {
+            const QueryTile& tile = plan.query_tiles[i];
+            if (j >= tile.key_tiles()) continue;
+            load_query_tile(buffers, tile, at, shape);
+            if (j == 0)
+              std::fill_n(dquery, dquery_floats, 0.0f);
+            else
+              load_query_rows(dquery, dq, tile, shape, 1.0f);
+            add_pair(tile, j, panels(tile.first_key_tile + j));
+            store_query_rows(dq, dquery, tile, shape, j + 1 == tile.key_tiles() ? shape.scale() : 1.0f);
+          }
         }
       }
 #pragma omp for schedule(static)

@@ -5,10 +5,11 @@
 // the matrix, or the place of the row in it. Nothing is skipped: 0 * NaN is NaN here too.
 //
 // How it gets near the processor's peak:
-//   B is packed once into panels of three vectors' width, laid out in the order the inner loop reads them;
-//   a tile of rows x panel of C stays in registers while the inner loop runs down k: each step loads one row
-//   of the panel and multiplies it by one broadcast element of each row of A; a panel of one K block stays in
-//   the first-level cache while the tiles of a block of rows pass by.
+//   A tile of C, some rows x three vectors, stays in registers while the inner loop runs down k: each step
+//   loads one row of a panel of B and multiplies it by one broadcast element of each row of A. B is packed
+//   slab by slab into such panels, in the order the inner loop reads them. A is read where it lies if its
+//   rows are contiguous along k, and packed block by block if not. Threads share nothing: each multiplies
+//   rectangles of C by itself, from workspaces of its own.
 #pragma once
 
 #include <algorithm>
@@ -52,12 +53,11 @@ struct MatmulUpdate {
 
 namespace detail {
 
-// How a product is cut up. A block of the reduction is kMaxDepth deep: its panel of B streams through the
-// first-level cache. A slab of B (a block deep, kSlabCols wide) and a block of A stay in the second-level
-// one.
-constexpr int64_t kMaxDepth = 256;
-constexpr int64_t kSlabCols = 528;
-constexpr int64_t kBlockRows = 128;
+// How a product is cut up. A slab of B (one block of the reduction deep) and a block of A stay in the
+// second-level cache, and the panels of the slab stream through the first.
+constexpr int64_t kMaxDepth = 512;
+constexpr int64_t kSlabCols = 768;
+constexpr int64_t kBlockRows = 64;
 
 struct alignas(64) MatmulWorkspace {
   float packed_a[kBlockRows * kMaxDepth];
@@ -137,7 +137,7 @@ struct MatmulKernel {
     const float* row[kRows];
     for (int i = 0; i < kRows; i++) row[i] = a + (Packed ? i : std::min<int64_t>(i, c.rows - 1) * a_stride);
 
-    prefetch<Width>(c);
+    prefetch(c);
     Vector sum[kRows][Width] = {};
     for (int64_t k = 0; k < depth; k++) {
       Vector b[Width];
@@ -153,7 +153,6 @@ struct MatmulKernel {
   }
 
   // Asks for the tile of C, so that it has arrived when the sums are ready.
-  template <int Width>
   static void prefetch(const CTile& c) {
     for (int64_t i = 0; i < c.rows; i++) {
       for (int64_t j = 0; j < c.cols; j += Lanes) __builtin_prefetch(c.data + i * c.stride + j, 1);
@@ -249,9 +248,9 @@ struct Product {
   }
 };
 
-// A product on one thread.
+// A product on one thread, slab of B by slab of B.
 template <class Kernel>
-class SerialProduct {
+class SlabProduct {
  public:
   static void run(const Product& p, MatmulWorkspace& workspace) {
     const Shares slabs{ceil_div(p.N, kLanes), ceil_div(p.N, kSlabCols)};
@@ -260,7 +259,7 @@ class SerialProduct {
       const Product columns =
           p.part(0, p.M, slabs.begin(slab) * kLanes, std::min(p.N, slabs.end(slab) * kLanes));
       for (int64_t block = 0; block < blocks.parts; block++) {
-        SerialProduct(columns.terms(blocks.begin(block), blocks.end(block)), workspace).multiply_slab();
+        SlabProduct(columns.terms(blocks.begin(block), blocks.end(block)), workspace).multiply_slab();
       }
     }
   }
@@ -269,7 +268,7 @@ class SerialProduct {
   static constexpr int kLanes = Kernel::kLanes;
   static constexpr int kRows = Kernel::kRows;
 
-  SerialProduct(const Product& p, MatmulWorkspace& workspace)
+  SlabProduct(const Product& p, MatmulWorkspace& workspace)
       : p_(p),
         packed_a_(workspace.packed_a),
         packed_b_(workspace.packed_b),
@@ -281,8 +280,20 @@ class SerialProduct {
     for (int64_t m = 0; m < p_.M; m += kBlockRows) {
       const Product rows = p_.part(m, std::min(p_.M, m + kBlockRows), 0, p_.N);
       if (pack_a_) pack_a(rows);
-      for (int64_t panel = 0; panel < panels_.parts; panel++) multiply_panel(rows, panel);
+      for (int64_t panel = 0; panel < panels_.parts; panel++) {
+        with_width(panels_.size(panel), [&](auto width) {
+          pack_a_ ? multiply_panel<width, true>(rows, panel) : multiply_panel<width, false>(rows, panel);
+        });
+      }
     }
+  }
+
+  // Calls body with the width of a panel, in vectors, as a constant.
+  template <class Body>
+  static void with_width(int64_t vectors, Body&& body) {
+    if (vectors == 1) body(std::integral_constant<int, 1>{});
+    if (vectors == 2) body(std::integral_constant<int, 2>{});
+    if (vectors == 3) body(std::integral_constant<int, 3>{});
   }
 
   // Rows that are contiguous in memory are read in short stretches of k across all panels, along the rows.
@@ -296,17 +307,8 @@ class SerialProduct {
         const int64_t cols = std::min(p_.N - n, panels_.size(panel) * kLanes);
         const int64_t depth = std::min(step, p_.K - k);
         float* to = packed_b_ + n * p_.K + k * panels_.size(panel) * kLanes;
-        switch (panels_.size(panel)) {
-          case 1:
-            pack_panel<Kernel, 1 * kLanes>(to, p_.b.from(k, n), depth, cols);
-            break;
-          case 2:
-            pack_panel<Kernel, 2 * kLanes>(to, p_.b.from(k, n), depth, cols);
-            break;
-          case 3:
-            pack_panel<Kernel, 3 * kLanes>(to, p_.b.from(k, n), depth, cols);
-            break;
-        }
+        with_width(panels_.size(panel),
+                   [&](auto width) { pack_panel<Kernel, width * kLanes>(to, p_.b.from(k, n), depth, cols); });
       }
     }
   }
@@ -320,19 +322,6 @@ class SerialProduct {
         pack_panel<Kernel, kRows>(packed_a_ + m * p_.K + k * kRows, columns.from(k, m),
                                   std::min(step, p_.K - k), std::min<int64_t>(kRows, rows.M - m));
       }
-    }
-  }
-
-  // The panels are two or three vectors wide, never one (unless there is only one): a narrow tile has too few
-  // sums to hide their latency.
-  void multiply_panel(const Product& rows, int64_t panel) const {
-    switch (panels_.size(panel)) {
-      case 1:
-        return pack_a_ ? multiply_panel<1, true>(rows, panel) : multiply_panel<1, false>(rows, panel);
-      case 2:
-        return pack_a_ ? multiply_panel<2, true>(rows, panel) : multiply_panel<2, false>(rows, panel);
-      case 3:
-        return pack_a_ ? multiply_panel<3, true>(rows, panel) : multiply_panel<3, false>(rows, panel);
     }
   }
 
@@ -357,7 +346,9 @@ class SerialProduct {
   float* packed_a_;
   float* packed_b_;
   bool pack_a_;
-  Shares panels_;  // of the slab's width in vectors
+  // Of the slab's width in vectors: two or three each, never one (unless there is only one), because a narrow
+  // tile has too few sums to hide their latency.
+  Shares panels_;
 };
 
 inline int thread_number() {
@@ -368,13 +359,13 @@ inline int thread_number() {
 #endif
 }
 
-// C cut into a grid, one product an element.
+// C cut into a grid of rectangles, each a product of its own.
 struct Grid {
   Shares rows, cols;  // of C's rows and columns in register tiles
 };
 
-// The grid whose largest element is done first, with an element for each thread: multiplying takes rows *
-// cols, packing about 10 * (rows + cols). Long ones are cut further, so that a thread that is held up does
+// The grid, with a rectangle for each thread, whose largest is done soonest: multiplying takes rows *
+// cols, packing about 10 * (rows + cols). Tall ones are cut further, so that a thread that is held up does
 // not hold up the others.
 template <class Kernel>
 Grid grid_for(int64_t M, int64_t N, int threads) {
@@ -402,7 +393,7 @@ void multiply(const Product& p, int threads, MatmulScratch& scratch) {
     const Product part =
         p.part(grid.rows.begin(row) * Kernel::kRows, std::min(p.M, grid.rows.end(row) * Kernel::kRows),
                grid.cols.begin(col) * Kernel::kLanes, std::min(p.N, grid.cols.end(col) * Kernel::kLanes));
-    SerialProduct<Kernel>::run(part, scratch.of_thread(threads > 1 ? thread_number() : 0));
+    SlabProduct<Kernel>::run(part, scratch.of_thread(threads > 1 ? thread_number() : 0));
   }
 }
 
@@ -424,7 +415,7 @@ inline int matmul_threads(int64_t multiply_adds) {
 //   out = inp weight^T      matmul(out, OC, stored(inp, C), transposed(weight, C), n, OC, C, scratch)
 //   dinp = dout weight      matmul(dinp, C, stored(dout, OC), stored(weight, C), n, C, OC, scratch)
 //   dweight += dout^T inp   matmul(dweight, C, transposed(dout, OC), stored(inp, C), OC, C, n, scratch,
-//   {.accumulate = true})
+//                                  {.accumulate = true})
 inline void matmul(float* c, int64_t c_stride, Operand a, Operand b, int64_t M, int64_t N, int64_t K,
                    MatmulScratch& scratch, MatmulUpdate update = {}) {
   if (M == 0 || N == 0) return;

@@ -94,7 +94,7 @@ inline SoftmaxRow softmax_row(float* row, int32_t target, int64_t V) {
     at.store(row, e);
   });
   const float sum = horizontal_sum(total);
-  return {std::log(sum) + peak - target_logit, sum};
+  return {std::log(sum) + (peak - target_logit), sum};  // large logits cancel first
 }
 
 inline double sum(const float* inp, int64_t n) {

@@ -60,6 +60,9 @@ void generate(Model<Backend>& model, std::vector<int32_t> tokens, int64_t count,
     const int64_t size = static_cast<int64_t>(tokens.size());
     const int64_t T = std::min(size, model.config.seq_len);
     model.logits(logits.data(), tokens.data() + size - T, T, T - 1, 1, Routing::threshold);
+    if (!std::all_of(logits.begin(), logits.end(), [](float logit) { return std::isfinite(logit); })) {
+      fail("the model's logits are not finite numbers; its training diverged: take an earlier checkpoint");
+    }
     const double u = to_unit_interval(philox(seed, stream, static_cast<uint64_t>(i))[0]);
     const int32_t id = sample_token(logits, sampling, u);
     if (id == end) return;

@@ -43,6 +43,9 @@ class MetricsLog {
     write_fully(file_, text, length, path_);
   }
 
+  // Before a checkpoint, so that it never survives a power cut which the rows before it do not.
+  void sync() const { fsync_path(path_); }
+
  private:
   static constexpr const char* kColumns =
       "step,tokens,flops,train_loss,val_loss_topk,val_loss_threshold,lr,grad_norm,tokens_per_second";

@@ -31,6 +31,16 @@ Arena measure_activations(const ModelConfig& c, int64_t B, int64_t T, Use use) {
   return arena;
 }
 
+// Refuses the layer kinds that `plan` can count but whose passes are not built.
+inline void require_passes(const ModelConfig& c) {
+  for (const Layer& layer : make_layer_plan(c)) {
+    const Attention attention = layer.routed ? Attention::selected : Attention::full;
+    if (layer.ffn == Ffn::swiglu && layer.attention == attention) continue;
+    fail("--arch ", arch_name(c.arch), ": `plan` can count this architecture, but its passes are not ",
+         "built yet; train dense, mod or xmod");
+  }
+}
+
 template <class Backend>
 class Model {
  public:
@@ -51,14 +61,7 @@ class Model {
         rope_(backend, config.seq_len * config.head_dim),
         arena_(backend, arena_bytes(config, max_batch, use)),
         max_batch_(max_batch) {
-    for (const Layer& layer : plan) {
-      if (layer.ffn != Ffn::swiglu || layer.attention == Attention::none ||
-          (layer.routed && layer.attention != Attention::selected)) {
-        fail("--arch ", arch_name(config.arch),
-             ": `plan` can count this architecture, but its passes are not ",
-             "built yet; train dense, mod or xmod");
-      }
-    }
+    require_passes(config);
     be_.rope_table(rope_.data(), config.seq_len, config.head_dim, config.rope_theta);
     if (use == Use::training) training_ = carve(use);
     inference_ = carve(Use::inference);

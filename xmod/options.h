@@ -433,7 +433,7 @@ inline std::vector<Flag> optimizer_flags() {
   Flag adamw_lr = value_flag("adamw-lr", "X", part, &O::adamw_lr, at_least(0),
                              "peak learning rate of what AdamW trains: embedding, norms, routers, gates");
   adamw_lr.default_text = "the same as --lr";
-  Flag warmup = value_flag("warmup-steps", "N", part, &O::warmup_steps, at_least(0),
+  Flag warmup = value_flag("warmup-steps", "N", part, &O::warmup_steps, between(0, 2147483647),
                            "steps in which the learning rate rises from 0");
   warmup.default_text = "5% of the steps, at most 500";
   return {
@@ -456,7 +456,7 @@ inline std::vector<Flag> record_flags() {
   return {
       value_flag("eval-interval", "N", part, &O::eval_interval, at_least(0),
                  "steps between validations; 0: only at the end"),
-      value_flag("eval-batches", "N", part, &O::eval_batches, at_least(0),
+      value_flag("eval-batches", "N", part, &O::eval_batches, between(0, 2147483647),
                  "batches of a validation; 0: all the data"),
       value_flag("checkpoint-interval", "N", part, &O::checkpoint_interval, at_least(0),
                  "steps between checkpoints; 0: only at the end"),
@@ -503,7 +503,7 @@ inline std::vector<Flag> eval_flags() {
       checkpoint,
       data,
       value_flag("batch-size", "N", part, &O::batch_size, between(1, 2147483647), "sequences of a batch"),
-      value_flag("eval-batches", "N", part, &O::eval_batches, at_least(0), "0: all the data"),
+      value_flag("eval-batches", "N", part, &O::eval_batches, between(0, 2147483647), "0: all the data"),
       switch_flag("json", part, &O::json, true, "print JSON"),
       value_flag("threads", "N", part, &O::threads, between(0, 4096),
                  "threads to compute with; 0: all processors"),

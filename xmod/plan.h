@@ -133,17 +133,9 @@ inline bool activations_known(const LayerPlan& plan) {
   });
 }
 
-inline void add_activations(MemoryEstimate& memory, const ModelConfig& c, int64_t batch_size) {
-  const Arena training = measure_activations<float>(c, batch_size, c.seq_len, Use::training);
-  for (const auto& group : training.groups()) memory.groups.push_back(group);
-  const int64_t more =
-      measure_activations<float>(c, batch_size, c.seq_len, Use::inference).used() - training.used();
-  if (more > 0) memory.groups.emplace_back("evaluation, beyond training", more);
-}
-
 }  // namespace detail
 
-// Training with fp32 parameters on batches of batch_size sequences.
+// Training in fp32 on batches of batch_size sequences.
 inline MemoryEstimate estimate_memory(const ModelConfig& c, int64_t batch_size,
                                       Optimizer optimizer = Optimizer::muon) {
   constexpr int64_t kFloat = sizeof(float);
@@ -159,8 +151,30 @@ inline MemoryEstimate estimate_memory(const ModelConfig& c, int64_t batch_size,
       {"rotary table and thresholds", (c.seq_len * c.head_dim + 2 * count_sparse(plan)) * kFloat},
   };
   memory.activations_known = detail::activations_known(plan);
-  if (memory.activations_known) detail::add_activations(memory, c, batch_size);
+  if (memory.activations_known) {
+    const Arena arena = measure_activations<float>(c, batch_size, c.seq_len, Use::training);
+    memory.groups.insert(memory.groups.end(), arena.groups().begin(), arena.groups().end());
+  }
   return memory;
+}
+
+// Running a model on batches of batch_size sequences, without training it.
+inline int64_t inference_bytes(const ModelConfig& c, int64_t batch_size) {
+  const ParameterTable table = make_parameter_table(c, make_layer_plan(c));
+  return table.total * static_cast<int64_t>(sizeof(float)) +
+         measure_activations<float>(c, batch_size, c.seq_len, Use::inference).used();
+}
+
+inline constexpr const char* kMemoryRemedy =
+    "`plan` shows what a run needs: choose a smaller --batch-size, --seq-len or model";
+
+// Refuses what cannot fit. Asking for it would not tell: Linux hands out more memory than it has, and ends
+// the process that comes to use it.
+inline void require_memory(int64_t needed, int64_t available) {
+  constexpr double kGiB = 1 << 30;
+  if (needed <= available) return;
+  fail("out of memory: ", static_cast<double>(needed) / kGiB, " GiB are needed, there are ",
+       static_cast<double>(available) / kGiB, " GiB; ", kMemoryRemedy);
 }
 
 namespace detail {

@@ -23,6 +23,7 @@
 #include <string_view>
 #include <tuple>
 #include <unordered_map>
+#include <utility>
 #include <vector>
 
 #include "xmod/error.h"
@@ -265,8 +266,9 @@ inline size_t cl100k_piece(std::string_view text) {
 
 // --------------------------------------------------------------------------------------- characters' kinds
 
-// The code point at `begin` and its length; length 0 where the bytes are not valid UTF-8 (overlong forms and
-// surrogates are not).
+// The code point at `begin` and its length; length 0 where the bytes are not UTF-8, or an overlong form of
+// it. (Surrogates and codes beyond Unicode pass: they have no kind, so they count as punctuation all the
+// same.)
 inline std::pair<char32_t, size_t> utf8_at(std::string_view text, size_t begin) {
   const auto byte = [&](size_t i) -> uint32_t {
     return begin + i < text.size() ? static_cast<unsigned char>(text[begin + i]) : 0;
@@ -280,8 +282,7 @@ inline std::pair<char32_t, size_t> utf8_at(std::string_view text, size_t begin) 
     code = code << 6 | (byte(i) & 0x3F);
   }
   const char32_t smallest = length == 4 ? 0x10000 : length == 3 ? 0x800 : 0x80;
-  const bool surrogate = code >= 0xD800 && code <= 0xDFFF;
-  if (lead < 0xC0 || lead > 0xF7 || code < smallest || code > 0x10FFFF || surrogate) return {0, 0};
+  if (lead < 0xC0 || lead > 0xF7 || code < smallest) return {0, 0};
   return {code, length};
 }
 
