@@ -75,6 +75,7 @@ class TokenShards {
   // False when the data set is too large for a scan at opening: tokens are then checked as they are read.
   bool all_tokens_checked() const { return all_tokens_checked_; }
   const std::string& flag() const { return flag_; }
+  const std::string& first_path() const { return shards_.front().path; }
 
   // inputs (T), targets (T). Opens the shard anew: a data set may have more shards than a process may have
   // open files, and an open is cheap beside a training step.

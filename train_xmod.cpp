@@ -57,7 +57,9 @@ class CpuBackend {
   // ------------------------------------------------------------------------------------------------
   // memory
 
-  static int64_t memory_bytes() { return int64_t{sysconf(_SC_PHYS_PAGES)} * sysconf(_SC_PAGE_SIZE); }
+  static int64_t memory_bytes() {
+    return int64_t{sysconf(_SC_PHYS_PAGES)} * sysconf(_SC_PAGE_SIZE);
+  }
 
   template <class T>
   T* allocate(int64_t n) {

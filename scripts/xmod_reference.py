@@ -117,18 +117,19 @@ class RMSNorm(nn.Module):
 
 
 def rope_table(config, T, like):
-    """cos and sin of position * theta^(-2i/hd): (2, 1, T, hd/2)."""
+    """For each position and i < hd/2 the angle position * theta^(-2i/hd); cosines, and sines with the signs of
+    a rotation, for both halves of a head: (2, 1, T, hd)."""
     exponent = torch.arange(0, config.head_dim, 2, dtype=torch.float64, device=like.device) / config.head_dim
     position = torch.arange(T, dtype=torch.float64, device=like.device)
     angle = torch.outer(position, config.rope_theta**-exponent)
-    return torch.stack([angle.cos(), angle.sin()]).unsqueeze(1).to(like.dtype)
+    cos, sin = angle.cos(), angle.sin()
+    return torch.stack([torch.cat([cos, cos], -1), torch.cat([-sin, sin], -1)]).unsqueeze(1).to(like.dtype)
 
 
 def apply_rope(x, rope):
     """Turn the pairs (x[i], x[i + hd/2]) of x (B, heads, n, hd) by the angles of their tokens."""
-    cos, sin = rope.unsqueeze(2)  # (B or 1, 1, n, hd/2) each
-    a, b = x.chunk(2, dim=-1)
-    return torch.cat([a * cos - b * sin, b * cos + a * sin], dim=-1)
+    cos, sin = rope.unsqueeze(2)  # (B or 1, 1, n, hd) each
+    return x * cos + x.roll(x.size(-1) // 2, dims=-1) * sin
 
 
 def causal_attention(q, k, v):
@@ -371,16 +372,13 @@ class Muon(torch.optim.Optimizer):
             for p in group["params"]:
                 by_shape.setdefault(p.shape, []).append(p)
             for (rows, cols), params in by_shape.items():
-                update = newton_schulz(torch.stack([self.nesterov(p, group["momentum"]) for p in params]))
-                for p, O in zip(params, update):
+                beta, state = group["momentum"], self.state[params[0]]
+                G = torch.stack([p.grad for p in params])
+                M = state["momentum"] = beta * state.get("momentum", 0) + (1 - beta) * G
+                O = newton_schulz((1 - beta) * G + beta * M)
+                for p, direction in zip(params, O):
                     p.mul_(1 - group["lr"] * group["weight_decay"])
-                    p.sub_(O, alpha=group["lr"] * 0.2 * math.sqrt(max(rows, cols)))
-
-    def nesterov(self, p, beta):
-        if p not in self.state:
-            self.state[p]["momentum"] = torch.zeros_like(p)
-        M = self.state[p]["momentum"].lerp_(p.grad, 1 - beta)  # beta M + (1 - beta) G
-        return p.grad.lerp(M, beta)  # (1 - beta) G + beta M
+                    p.sub_(direction, alpha=group["lr"] * 0.2 * math.sqrt(max(rows, cols)))
 
 
 class Trainer:

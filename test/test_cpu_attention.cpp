@@ -364,6 +364,14 @@ TEST(CpuAttention, LargeScoresDoNotOverflow) {
   EXPECT_LE(largest_error(got.dk.data(), expected.dk), 1e-1);
 }
 
+// Not merely small: Muon normalises every update, so it would train q_proj and k_proj on rounding noise.
+TEST(CpuAttention, ASingleKeyLeavesExactlyNoGradientOfItsScore) {
+  const Case c{{1, 1, 1}, 4, 2, 24};
+  const Outputs got = run(c, make_inputs(c));
+  for (int64_t i = 0; i < c.rows() * c.H * c.hd; ++i) EXPECT_EQ(got.dq[i], 0.0f);
+  for (int64_t i = 0; i < c.rows() * c.KV * c.hd; ++i) EXPECT_EQ(got.dk[i], 0.0f);
+}
+
 TEST(CpuAttention, NanInAKeyReachesTheRowsThatSeeIt) {
   const Case c{{100, 20}, 2, 1, 8};
   Inputs in = make_inputs(c);

@@ -174,19 +174,23 @@ TEST(CpuMatmul, LayoutDoesNotChangeABit) {
 
 // K = 1 routing must equal a dense layer, and a batch its rows: a row's result is its own.
 TEST(CpuMatmul, ARowDoesNotDependOnOtherRowsNorOnItsPlace) {
-  for (bool a_transposed : {false, true}) {
-    for (int64_t N : {16, 47, 130}) {
-      const int64_t M = 261, K = 600;
-      const Matrix a(M, K, a_transposed, 0, 1), b(K, N, true, 0, 2);
-      const std::vector<float> all = multiply(a, b);
-      for (int64_t first : {0, 1, 5, 8, 100, 127, 255, 260}) {
-        for (int64_t wanted : {1, 3, 8, 13}) {
-          const int64_t rows = std::min(wanted, M - first);
-          std::vector<float> some(rows * N, kNan);
-          MatmulScratch scratch;
-          matmul(some.data(), N, a.operand().from(first, 0), b.operand(), rows, N, K, scratch);
-          expect_same_bits(some.data(), &all[first * N], rows * N,
-                           "rows " + std::to_string(first) + " + " + std::to_string(rows));
+  const int64_t M = 261, K = 600;
+  MatmulScratch scratch;
+  for (const MatmulUpdate& update : {MatmulUpdate{}, MatmulUpdate{0.3f, true}}) {
+    for (bool a_transposed : {false, true}) {
+      for (int64_t N : {16, 47, 130}) {
+        const Matrix a(M, K, a_transposed, 0, 1), b(K, N, true, 0, 2);
+        const std::vector<float> before = random_values(M * N, 3);
+        std::vector<float> all = before;
+        matmul(all.data(), N, a.operand(), b.operand(), M, N, K, scratch, update);
+        for (int64_t first : {0, 1, 5, 8, 63, 100, 255, 260}) {
+          for (int64_t wanted : {1, 3, 8, 13}) {
+            const int64_t rows = std::min(wanted, M - first);
+            std::vector<float> some(&before[first * N], &before[first * N] + rows * N);
+            matmul(some.data(), N, a.operand().from(first, 0), b.operand(), rows, N, K, scratch, update);
+            expect_same_bits(some.data(), &all[first * N], rows * N,
+                             "rows " + std::to_string(first) + " + " + std::to_string(rows));
+          }
         }
       }
     }

@@ -55,7 +55,8 @@ void save_tensors(const std::string& path, Backend& be, const std::vector<Stored
       be.to_host(values, t.device + first_byte / kFloat, bytes / kFloat);
       if (std::all_of(values, values + bytes / kFloat, [](float value) { return std::isfinite(value); }))
         return;
-      fail("cannot save ", path, ": ", t.name, " has become infinite or NaN; the checkpoint before it stays: ",
+      fail("cannot save ", path, ": ", t.name,
+           " has become infinite or NaN; the checkpoint before it stays: ",
            "resume from that with a lower --lr");
     });
   }
@@ -114,6 +115,16 @@ std::vector<StoredTensor> optimizer_tensors(const Model<Backend>& model,
   return tensors;
 }
 
+// The names of the tensors tell which optimizer wrote them.
+inline void require_optimizer(const std::string& path, const std::vector<StoredTensor>& tensors) {
+  const SafetensorsFile file(path);
+  for (const StoredTensor& t : tensors) {
+    if (file.contains(t.name)) continue;
+    fail("--resume: ", path, " has no ", t.name, ", so another --optimizer wrote it; ",
+         "give the flags of the first run, or another --out");
+  }
+}
+
 inline nlohmann::json parse_json_file(const std::string& path) {
   // Such a value would be a tree so deep that walking it overflows the stack.
   auto refuse_depth = [&](int depth, nlohmann::json::parse_event_t, const nlohmann::json&) {
@@ -142,7 +153,7 @@ inline TrainerState trainer_state_from_json(const nlohmann::json& json, const st
   const ConfigReader run(json, path), loader(run.value("data_loader"), loader_path);
   auto count = [](const ConfigReader& in, const char* key) {
     int64_t value = 0;
-    in.read(key, between(0, 1e18), value);
+    in.read(key, at_least(0), value);
     return value;
   };
   return {.step = count(run, "step"),
@@ -193,8 +204,10 @@ TrainerState load_checkpoint(const std::string& checkpoint, Model<Backend>& mode
          "; give the flags of the first run, or another --out");
   }
   load_model(checkpoint, model);
-  detail::load_tensors(checkpoint + "/optimizer.safetensors", model.backend(),
-                       detail::optimizer_tensors(model, optimizer));
+  const std::string state = checkpoint + "/optimizer.safetensors";
+  const std::vector<detail::StoredTensor> tensors = detail::optimizer_tensors(model, optimizer);
+  detail::require_optimizer(state, tensors);
+  detail::load_tensors(state, model.backend(), tensors);
   const std::string path = checkpoint + "/trainer.json";
   return detail::trainer_state_from_json(detail::parse_json_file(path), path);
 }

@@ -18,6 +18,7 @@
 #include <omp.h>
 #endif
 
+#include "xmod/aligned_floats.h"
 #include "xmod/cpu_vector.h"
 
 namespace xmod {
@@ -81,22 +82,6 @@ struct QueryChunk {
   int64_t index;  // of this chunk within its sequence and key/value head
 };
 
-// Floats on a cache line's border; grows, never shrinks.
-class AlignedFloats {
- public:
-  void reserve(int64_t count) {
-    const size_t lines = static_cast<size_t>(round_up(count, 16) / 16);
-    if (lines_.size() < lines) lines_.resize(lines);
-  }
-  float* data() { return lines_.empty() ? nullptr : lines_.data()->values; }
-
- private:
-  struct alignas(64) Line {
-    float values[16];
-  };
-  std::vector<Line> lines_;
-};
-
 // What one thread works on: a query tile of R rows (padded to whole row blocks) by C channels (the head size
 // padded to whole vectors), and the packed keys and values of one sequence and key/value head.
 struct TileBuffers {
@@ -127,7 +112,7 @@ struct AttentionScratch {
   std::vector<attention::QueryChunk> query_chunks;
   std::vector<attention::HeadTiles> heads;
   std::vector<attention::TileBuffers> threads;
-  attention::AlignedFloats panels;  // of all sequences, where the threads share them
+  AlignedFloats panels;  // of all sequences, where the threads share them
 };
 
 namespace attention {
@@ -655,6 +640,9 @@ inline void attention_backward_pair(TileBuffers& buffers, const QueryTile& tile,
     for (int64_t i = m; i < m + kRowBlock; ++i) {
       const int64_t row_keys = std::clamp<int64_t>(visible[i] - key, 0, key_count);
       softmax_backward_row(probs + i * kKeyTile, dscores + i * kKeyTile, row_keys, lse[i], delta[i]);
+      // The softmax over one key is constant. Its gradient must be exactly zero, since Muon normalises every
+      // update: a sparse layer that selects one token of a sequence would train on rounding noise.
+      if (visible[i] == 1) dscores[i * kKeyTile] = 0;
     }
     multiply_rows<Start::kAdd>(dquery + m * width, width, block_dscores, kKeyTile, 1, panels.keys, width,
                                width, keys);

@@ -1,4 +1,4 @@
-// Matrix multiplication in fp32 on the CPU: C = alpha A B, or C += alpha A B.
+// Matrix multiplication in fp32 on the CPU: C = A (alpha B), or C += A (alpha B).
 //
 // Each element of C is one chain of fused multiply-adds per block of the reduction, k upwards, and the blocks
 // depend on K alone. So a result is the same bit for bit whatever the number of threads, of other rows in
@@ -45,7 +45,7 @@ inline Operand transposed(const float* data, int64_t stride) {
   return {data, 1, stride};
 }
 
-// What happens to C: C = alpha A B, or with accumulate C += alpha A B.
+// What happens to C: C = A (alpha B), or with accumulate C += A (alpha B).
 struct MatmulUpdate {
   float alpha = 1.0f;
   bool accumulate = false;
@@ -109,8 +109,7 @@ struct CTile {
   int64_t stride;
   int64_t rows;
   int64_t cols;
-  float alpha;
-  bool overwrite;
+  bool accumulate;
 };
 
 // The register tile: kRows x (up to kVectors * Lanes) elements of C. It leaves registers for one row of the
@@ -164,13 +163,13 @@ struct MatmulKernel {
     if (c.cols == Width * Lanes) {
       unrolled<Width>([&](auto j) {
         float* c_ij = to + j * Lanes;
-        store(c_ij, c.overwrite ? c.alpha * sum[j] : load(c_ij) + c.alpha * sum[j]);
+        store(c_ij, c.accumulate ? load(c_ij) + sum[j] : sum[j]);
       });
       return;
     }
     float row[Width * Lanes];
     std::memcpy(row, sum, sizeof row);
-    for (int64_t j = 0; j < c.cols; j++) to[j] = c.overwrite ? c.alpha * row[j] : to[j] + c.alpha * row[j];
+    for (int64_t j = 0; j < c.cols; j++) to[j] = c.accumulate ? to[j] + row[j] : row[j];
   }
 };
 
@@ -223,7 +222,7 @@ void pack_panel(float* panel, Operand from, int64_t depth, int64_t cols) {
   }
 }
 
-// C (M, N) = [C +] alpha * A (M, K) * B (K, N)
+// C (M, N) = [C +] A (M, K) * (alpha * B (K, N))
 struct Product {
   float* c;
   int64_t c_stride;
@@ -309,8 +308,17 @@ class SlabProduct {
         float* to = packed_b_ + n * p_.K + k * panels_.size(panel) * kLanes;
         with_width(panels_.size(panel),
                    [&](auto width) { pack_panel<Kernel, width * kLanes>(to, p_.b.from(k, n), depth, cols); });
+        scale(to, depth * panels_.size(panel) * kLanes);
       }
     }
+  }
+
+  // Alpha goes in here and not where C is written: there a compiler would be free to fuse it with the
+  // addition in one copy of the code and not in another, and bits would depend on which one a row or a thread
+  // meets.
+  void scale(float* packed, int64_t count) const {
+    if (p_.update.alpha == 1.0f) return;
+    for (int64_t i = 0; i < count; i++) packed[i] *= p_.update.alpha;
   }
 
   // Panels (K, kRows), one for each kRows rows.
@@ -331,12 +339,8 @@ class SlabProduct {
     const int64_t cols = std::min<int64_t>(p_.N - n, Width * kLanes);
     const float* b = packed_b_ + n * p_.K;
     for (int64_t m = 0; m < rows.M; m += kRows) {
-      const CTile c{rows.c + m * rows.c_stride + n,
-                    rows.c_stride,
-                    std::min<int64_t>(kRows, rows.M - m),
-                    cols,
-                    p_.update.alpha,
-                    !p_.update.accumulate};
+      const CTile c{rows.c + m * rows.c_stride + n, rows.c_stride, std::min<int64_t>(kRows, rows.M - m), cols,
+                    p_.update.accumulate};
       const float* a = Packed ? packed_a_ + m * p_.K : rows.a.at(m, 0);
       Kernel::template tile<Width, Packed>(c, a, rows.a.row_stride, b, p_.K);
     }
@@ -410,7 +414,7 @@ inline int matmul_threads(int64_t multiply_adds) {
 
 }  // namespace detail
 
-// c (M, N), rows c_stride apart, = [c +] alpha * a (M, K) * b (K, N). c must not overlap a or b.
+// c (M, N), rows c_stride apart, = [c +] a (M, K) * (alpha * b (K, N)). c must not overlap a or b.
 //
 //   out = inp weight^T      matmul(out, OC, stored(inp, C), transposed(weight, C), n, OC, C, scratch)
 //   dinp = dout weight      matmul(dinp, C, stored(dout, OC), stored(weight, C), n, C, OC, scratch)

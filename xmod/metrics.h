@@ -43,7 +43,7 @@ class MetricsLog {
     write_fully(file_, text, length, path_);
   }
 
-  // Before a checkpoint, so that it never survives a power cut which the rows before it do not.
+  // Forces the rows to the disk: a power cut must not take those of the steps before a checkpoint.
   void sync() const { fsync_path(path_); }
 
  private:

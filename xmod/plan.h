@@ -165,18 +165,6 @@ inline int64_t inference_bytes(const ModelConfig& c, int64_t batch_size) {
          measure_activations<float>(c, batch_size, c.seq_len, Use::inference).used();
 }
 
-inline constexpr const char* kMemoryRemedy =
-    "`plan` shows what a run needs: choose a smaller --batch-size, --seq-len or model";
-
-// Refuses what cannot fit. Asking for it would not tell: Linux hands out more memory than it has, and ends
-// the process that comes to use it.
-inline void require_memory(int64_t needed, int64_t available) {
-  constexpr double kGiB = 1 << 30;
-  if (needed <= available) return;
-  fail("out of memory: ", static_cast<double>(needed) / kGiB, " GiB are needed, there are ",
-       static_cast<double>(available) / kGiB, " GiB; ", kMemoryRemedy);
-}
-
 namespace detail {
 
 template <class... Values>
@@ -192,6 +180,17 @@ inline std::string bytes(int64_t n) {
 }
 
 }  // namespace detail
+
+inline constexpr const char* kMemoryRemedy =
+    "`plan` shows what a run needs: choose a smaller --batch-size, --seq-len or model";
+
+// Refuses what cannot fit. Asking for it would not tell: Linux hands out more memory than it has, and ends
+// the process that comes to use it.
+inline void require_memory(int64_t needed, int64_t available) {
+  if (needed <= available) return;
+  auto gib = [](int64_t n) { return detail::print("%.1f GiB", static_cast<double>(n) / (1 << 30)); };
+  fail("out of memory: ", gib(needed), " needed, the machine has ", gib(available), "; ", kMemoryRemedy);
+}
 
 inline void print_memory(const ModelConfig& c, const MemoryEstimate& memory, std::ostream& out) {
   auto row = [&](const std::string& name, const std::string& value) {

@@ -97,7 +97,9 @@ class Trainer {
       if (is_due(o_.eval_interval)) evaluate_into(row);
       metrics.append(row);
       print_progress(row);
-      if (is_due(o_.checkpoint_interval)) save();
+      if (!is_due(o_.checkpoint_interval)) continue;
+      metrics.sync();
+      save();
     }
   }
 
@@ -137,7 +139,7 @@ class Trainer {
     log_ << "memory\n";
     print_memory(config_, estimate_memory(config_, o_.batch_size, o_.optimizer), log_);
     log_ << steps_ << " steps of " << step_tokens() << " tokens, "
-         << detail::scientific(static_cast<double>(steps_ * step_tokens()) *
+         << detail::scientific(static_cast<double>(steps_) * static_cast<double>(step_tokens()) *
                                training_flops_per_token(config_))
          << " training FLOPs\n"
          << std::flush;
@@ -156,7 +158,12 @@ class Trainer {
     tokenizer_ = read_tokenizer();
     if (resume_from_) {
       state_ = load_checkpoint(resume_from_->directory, model_, optimizer_);
+      if (state_.step != resume_from_->step) {
+        fail(resume_from_->directory, "/trainer.json: step ", state_.step, ", expected ", resume_from_->step,
+             " by the directory's name; give the directory its name back");
+      }
       loader_.restore(state_.loader);
+      keep_newest_checkpoints(o_.out, o_.keep_checkpoints);  // the run may have ended before it came to that
       log_ << "resuming from " << resume_from_->directory << "\n";
       if (state_.step >= steps_) log_ << "already at step " << state_.step << " of " << steps_ << "\n";
     } else {
@@ -167,10 +174,11 @@ class Trainer {
     first_step_ = state_.step;
   }
 
-  // The file beside the training shards, if there is one; samples then print as text.
+  // The file beside the first training shard, if there is one; samples then print as text.
   std::vector<std::pair<std::string, std::string>> read_tokenizer() {
     const std::string name = "tokenizer.bin";
-    const std::string path = (std::filesystem::path(o_.train_data).parent_path() / name).string();
+    const std::string shard = loader_.shards().first_path();
+    const std::string path = (std::filesystem::path(shard).parent_path() / name).string();
     if (!path_exists(path)) return {};
     return {{name, read_file(path)}};
   }
@@ -184,9 +192,9 @@ class Trainer {
     const double lr = o_.lr * factor, adamw_lr = (o_.adamw_lr < 0 ? o_.lr : o_.adamw_lr) * factor;
     const int64_t step = state_.step + 1;
     const double loss = accumulate_gradients();
-    require_finite("loss", loss, step);
+    require_finite("loss", loss, step, "the update");
     const double grad_norm = optimizer_.gradient_norm(model_.grads());
-    require_finite("gradient norm", grad_norm, step);
+    require_finite("gradient norm", grad_norm, step, "the update");
     optimizer_.update(model_.params(), model_.grads(), grad_norm, step, lr, adamw_lr);
     model_.update_thresholds(step, o_.grad_accum);
     state_.step = step;
@@ -216,12 +224,13 @@ class Trainer {
     return loss;
   }
 
-  // Nothing was updated yet: the weights on disk and in memory are those of the step before.
-  void require_finite(const char* what, double value, int64_t step) {
+  // Stops before the weights of a diverged step get anywhere: into memory (`before` the update), or into a
+  // checkpoint that would push out a good one.
+  void require_finite(const char* what, double value, int64_t step, const char* before) {
     if (std::isfinite(value)) return;
     const std::vector<CheckpointEntry> all = list_checkpoints(o_.out);
-    fail("step ", step, ": the ", what, " is ", value,
-         ", stopped before the update; last checkpoint: ", all.empty() ? "none" : all.back().directory,
+    fail("step ", step, ": the ", what, " is ", std::isnan(value) ? "NaN" : "infinite", ", stopped before ",
+         before, "; last checkpoint: ", all.empty() ? "none" : all.back().directory,
          "; try a lower --lr or a longer --warmup-steps");
   }
 
@@ -234,6 +243,7 @@ class Trainer {
   void evaluate_into(MetricsRow& row) {
     if (!validation_) return;
     const ValidationLoss loss = evaluate(model_, *validation_, o_.batch_size);
+    require_finite("validation loss", loss.topk + loss.threshold, row.step, "saving");
     row.val_loss_topk = loss.topk;
     row.val_loss_threshold = loss.threshold;
   }

@@ -1,0 +1,246 @@
+// Choosing a token, and text that never changes once it is written.
+#include "xmod/generate.h"
+
+#include <set>
+
+#include "backend.h"
+#include "xmod/error.h"
+
+namespace xmod {
+namespace {
+
+constexpr Sampling kGreedy{.temperature = 0};
+
+// ---------------------------------------------------------------------------------------------------
+// sample_token
+
+// How often each id is drawn when u walks evenly through (0, 1).
+Doubles shares(const Floats& logits, const Sampling& sampling) {
+  constexpr int kDraws = 20000;
+  Doubles share(logits.size());
+  for (int i = 0; i < kDraws; i++) {
+    share[static_cast<size_t>(sample_token(logits, sampling, (i + 0.5) / kDraws))] += 1.0 / kDraws;
+  }
+  return share;
+}
+
+// Logits with these probabilities at temperature 1.
+Floats logits_of(const Doubles& probabilities) {
+  Floats logits;
+  for (double p : probabilities) logits.push_back(static_cast<float>(std::log(p) + 3));
+  return logits;
+}
+
+void expect_shares(const Doubles& found, const Doubles& expected) {
+  ASSERT_EQ(found.size(), expected.size());
+  for (size_t i = 0; i < found.size(); i++) {
+    EXPECT_NEAR(found[i], expected[i], 2e-4) << "id " << i;
+    if (expected[i] == 0) {
+      EXPECT_EQ(found[i], 0) << "id " << i;
+    }
+  }
+}
+
+const Doubles kProbabilities = {0.1, 0.4, 0.05, 0.25, 0.2};
+
+TEST(SampleToken, FollowsTheProbabilities) {
+  expect_shares(shares(logits_of(kProbabilities), {.temperature = 1}), kProbabilities);
+}
+
+TEST(SampleToken, TemperatureZeroTakesTheLargestAndTheFirstOfEqualOnes) {
+  for (double u : {1e-9, 0.3, 1 - 1e-9}) {
+    EXPECT_EQ(sample_token({0.5f, 2.0f, 1.0f}, kGreedy, u), 1);
+    EXPECT_EQ(sample_token({-3.0f, -2.0f, -2.0f, -2.0f}, kGreedy, u), 1);
+  }
+}
+
+// p^(1/temperature), normalised: squares at 1/2.
+TEST(SampleToken, TemperatureSharpensAndFlattens) {
+  const Floats logits = logits_of({0.8, 0.2});
+  expect_shares(shares(logits, {.temperature = 0.5}), {0.64 / 0.68, 0.04 / 0.68});
+  expect_shares(shares(logits, {.temperature = 1e9}), {0.5, 0.5});
+  expect_shares(shares(logits, {.temperature = 1e-9}), {1, 0});
+}
+
+TEST(SampleToken, TopKLeavesTheKMostProbable) {
+  const Floats logits = logits_of(kProbabilities);
+  expect_shares(shares(logits, {.temperature = 1, .top_k = 1}), {0, 1, 0, 0, 0});
+  expect_shares(shares(logits, {.temperature = 1, .top_k = 3}), {0, 0.4 / 0.85, 0, 0.25 / 0.85, 0.2 / 0.85});
+  for (int64_t off : {0, 5, 1000}) {
+    expect_shares(shares(logits, {.temperature = 1, .top_k = off}), kProbabilities);
+  }
+}
+
+// The fewest tokens whose probabilities reach p: the one that crosses it still belongs.
+TEST(SampleToken, TopPLeavesTheMostProbableThatReachP) {
+  const Floats logits = logits_of(kProbabilities);
+  auto top_p = [&](double p) { return shares(logits, {.temperature = 1, .top_p = p}); };
+  expect_shares(top_p(1e-9), {0, 1, 0, 0, 0});
+  expect_shares(top_p(0.39), {0, 1, 0, 0, 0});
+  expect_shares(top_p(0.41), {0, 0.4 / 0.65, 0, 0.25 / 0.65, 0});
+  expect_shares(top_p(0.66), {0, 0.4 / 0.85, 0, 0.25 / 0.85, 0.2 / 0.85});
+  expect_shares(top_p(0.951), kProbabilities);
+  expect_shares(top_p(1), kProbabilities);
+}
+
+// top-p counts within what top-k and the temperature leave.
+TEST(SampleToken, TopKAndTopPTogether) {
+  const Floats logits = logits_of(kProbabilities);
+  expect_shares(shares(logits, {.temperature = 1, .top_k = 2, .top_p = 0.6}), {0, 1, 0, 0, 0});
+  expect_shares(shares(logits, {.temperature = 1, .top_k = 2, .top_p = 0.62}),
+                {0, 0.4 / 0.65, 0, 0.25 / 0.65, 0});
+}
+
+TEST(SampleToken, LogitsOfAnySize) {
+  for (const Floats& logits : {Floats{1e30f, -1e30f, 3e38f}, Floats{-3e38f, -3e38f, -2e38f}}) {
+    for (double temperature : {1e-300, 1.0, 1e300}) {
+      for (double u : {1e-9, 0.5, 1 - 1e-9}) {
+        const int32_t id = sample_token(logits, {.temperature = temperature}, u);
+        if (temperature < 1e300) {
+          EXPECT_EQ(id, 2);
+        }
+        EXPECT_TRUE(0 <= id && id < 3);
+      }
+    }
+  }
+  EXPECT_EQ(sample_token({7.0f}, {.temperature = 1}, 0.5), 0);
+}
+
+// ---------------------------------------------------------------------------------------------------
+// generate
+
+ModelConfig small_config(Arch arch) {
+  ModelConfig c;
+  c.arch = arch;
+  c.vocab_size = 41;
+  c.dim = 20;
+  c.active_layers = 5;
+  c.heads = 2;
+  c.kv_heads = 1;
+  c.head_dim = 8;
+  c.ffn_dim = 28;
+  c.seq_len = 24;
+  c.token_sparsity = 2;
+  c.dense_prefix = 1;
+  return c;
+}
+
+class Generate : public ::testing::TestWithParam<Arch> {
+ protected:
+  // One batch of random tokens gives the thresholds a value amid the scores.
+  Generate() : config_(small_config(GetParam())), model_(be_, config_, 1, Use::training) {
+    model_.initialise(5);
+    const Ints tokens = random_ids(config_.seq_len, config_.vocab_size, 1);
+    model_.forward_backward(tokens.data(), tokens.data(), 1, config_.seq_len, 1);
+    model_.update_thresholds(1, 1);
+  }
+
+  Ints text(const Ints& prompt, int64_t count, const Sampling& sampling, uint64_t seed = 1,
+            int32_t end = -1) {
+    Ints out;
+    generate(model_, prompt, count, sampling, seed, end, [&](int32_t id) { out.push_back(id); });
+    return out;
+  }
+
+  // (tokens, V)
+  Floats logits(const Ints& tokens, Routing routing) {
+    const int64_t T = static_cast<int64_t>(tokens.size());
+    Floats out(static_cast<size_t>(T * config_.vocab_size));
+    model_.logits(out.data(), tokens.data(), T, 0, T, routing);
+    return out;
+  }
+
+  TestBackend be_;
+  const ModelConfig config_;
+  Model<TestBackend> model_;
+};
+
+INSTANTIATE_TEST_SUITE_P(Architectures, Generate, ::testing::Values(Arch::dense, Arch::mod, Arch::xmod),
+                         [](const auto& info) { return arch_name(info.param); });
+
+Ints first(const Ints& tokens, int64_t count) {
+  return Ints(tokens.begin(), tokens.begin() + count);
+}
+
+TEST_P(Generate, TheSameSeedGivesTheSameText) {
+  const Ints prompt = {1, 2, 3};
+  const Ints once = text(prompt, 12, {.temperature = 1});
+  EXPECT_EQ(once.size(), 12u);
+  EXPECT_EQ(text(prompt, 12, {.temperature = 1}), once);
+  EXPECT_NE(text(prompt, 12, {.temperature = 1}, 2), once);
+  EXPECT_NE(text({3, 2, 1}, 12, {.temperature = 1}), once);
+}
+
+TEST_P(Generate, WhatWasWrittenStaysWhenMoreIsWritten) {
+  const Ints longest = text({1, 2, 3}, 60, {.temperature = 1});
+  for (int64_t count : {1, 7, 21, 22, 40}) {
+    EXPECT_EQ(text({1, 2, 3}, count, {.temperature = 1}), first(longest, count));
+  }
+}
+
+// One pass over the finished text makes every choice again: no token looked at those behind it.
+TEST_P(Generate, OnePassOverTheWholeTextChoosesTheSameTokens) {
+  const int64_t V = config_.vocab_size;
+  Ints all = {7, 30, 2};
+  append(all, text(all, config_.seq_len - 3, kGreedy));
+  EXPECT_GT((std::set<int32_t>(all.begin() + 3, all.end()).size()), 1u) << "one token again and again";
+
+  bool some_selected = false, some_left = false;
+  model_.on_selection = [&](size_t, const Rows& rows) {
+    some_selected |= rows.n > 0;
+    some_left |= rows.n < config_.seq_len;
+  };
+  const Floats whole = logits(all, Routing::threshold);
+  if (model_.sparse_layers > 0) {
+    EXPECT_TRUE(some_selected && some_left) << "thresholds decide nothing";
+  }
+  for (int64_t t = 3; t < config_.seq_len; t++) {
+    EXPECT_EQ(sample_token(row_of(whole, t - 1, V), kGreedy, 0.5), all[static_cast<size_t>(t)]) << t;
+  }
+}
+
+// The same on the logits; under top-k a token's place depends on those behind it, and this test sees that.
+TEST_P(Generate, LaterTokensChangeEarlierLogitsUnderTopKOnly) {
+  const Ints all = random_ids(config_.seq_len, config_.vocab_size, 9);
+  double threshold_change = 0, topk_change = 0;
+  for (int64_t size = 1; size < config_.seq_len; size++) {
+    auto change = [&](Routing routing) {
+      const Floats whole = logits(all, routing), part = logits(first(all, size), routing);
+      return normalised_error(part, Floats(whole.begin(), whole.begin() + static_cast<int64_t>(part.size())));
+    };
+    threshold_change = std::max(threshold_change, change(Routing::threshold));
+    topk_change = std::max(topk_change, change(Routing::topk));
+  }
+  EXPECT_LE(threshold_change, 1e-6);
+  if (model_.sparse_layers > 0) {
+    EXPECT_GT(topk_change, 1e-3);
+  }
+}
+
+TEST_P(Generate, APromptBeyondTheContextCountsFromItsEnd) {
+  const Ints prompt = random_ids(100, config_.vocab_size, 3);
+  const Ints tail(prompt.end() - config_.seq_len, prompt.end());
+  EXPECT_EQ(text(prompt, 10, {.temperature = 1}), text(tail, 10, {.temperature = 1}));
+}
+
+TEST_P(Generate, StopsAtTheEndTokenAndDoesNotShowIt) {
+  const Ints endless = text({1}, 20, {.temperature = 1});
+  const int32_t end = endless[7];
+  const int64_t place = std::find(endless.begin(), endless.end(), end) - endless.begin();
+  EXPECT_EQ(text({1}, 20, {.temperature = 1}, 1, end), first(endless, place));
+}
+
+TEST_P(Generate, AModelThatDivergedIsAnError) {
+  const float huge = 3e38f;
+  for (int64_t i = 0; i < config_.dim; i++)
+    be_.to_device(model_.params() + model_.table.final_norm + i, &huge, 1);
+  try {
+    text({1, 2}, 3, kGreedy);
+    FAIL() << "expected an error";
+  } catch (const Error& error) {
+    EXPECT_NE(std::string(error.what()).find("not finite"), std::string::npos) << error.what();
+  }
+}
+
+}  // namespace
+}  // namespace xmod
