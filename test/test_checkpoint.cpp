@@ -159,9 +159,9 @@ TEST_F(Checkpoints, TheFilesAndTensorsOfACheckpoint) {
   EXPECT_EQ(read_file(checkpoint + "/tokenizer.bin"), "its bytes");
   EXPECT_EQ(describe_difference(load_config(checkpoint), run.model.config), "");
 
-  const SafetensorsFile weights(checkpoint + "/model.safetensors");  // layers: D SS D D
+  const SafetensorsFile weights(checkpoint + "/model.safetensors");  // layers: D SS D SS D
   EXPECT_EQ(weights.metadata().at("format"), "pt");
-  EXPECT_EQ(weights.tensors().size(), 2 + 5 * 11 + 2 * 3u);
+  EXPECT_EQ(weights.tensors().size(), 2 + 7 * 11 + 4 * 3u);
   EXPECT_EQ(weights.info("model.embed_tokens.weight").shape, (Shape{37, 12}));
   EXPECT_EQ(weights.info("model.layers.0.self_attn.q_proj.weight").shape, (Shape{12, 12}));
   EXPECT_EQ(weights.info("model.layers.4.self_attn.v_proj.weight").shape, (Shape{6, 12}));
@@ -341,7 +341,7 @@ TEST_F(Edited, AMissingTensor) {
 TEST_F(Edited, AnUnknownTensor) {
   tensors_.push_back({{"model.layers.9.extra\nline", Dtype::F32, {3}}, {1, 2, 3}});
   write();
-  expect_refused({path_, "model.layers.9.extra?line", "not one of this model's 63 tensors"});
+  expect_refused({path_, "model.layers.9.extra?line", "not one of this model's 91 tensors"});
 }
 
 TEST_F(Edited, AnotherShape) {

@@ -3,6 +3,8 @@
 
 #include <gtest/gtest.h>
 
+#include <iterator>
+#include <sstream>
 #include <string>
 #include <vector>
 
@@ -18,9 +20,15 @@ Options parse(std::vector<std::string> words) {
   return parse_options(static_cast<int>(argv.size()), argv.data());
 }
 
-std::string error_of(const std::vector<std::string>& words) {
+// Words without spaces, from one text.
+std::vector<std::string> words(const std::string& text) {
+  std::istringstream in(text);
+  return {std::istream_iterator<std::string>(in), {}};
+}
+
+std::string error_of(const std::vector<std::string>& given) {
   try {
-    parse(words);
+    parse(given);
   } catch (const Error& error) {
     EXPECT_EQ(error.exit_code, 2);
     EXPECT_EQ(std::string(error.what()).find('\n'), std::string::npos) << "one line: " << error.what();
@@ -106,49 +114,13 @@ TEST(Defaults, AreTheStructs) {
 }
 
 TEST(Values, EveryTrainFlag) {
-  const TrainOptions t = parse({"--train-data",
-                                "a",
-                                "--val-data",
-                                "b",
-                                "--out=c",
-                                "--batch-size",
-                                "3",
-                                "--grad-accum",
-                                "4",
-                                "--compute",
-                                "2e13",
-                                "--optimizer",
-                                "adamw",
-                                "--lr",
-                                "0.5",
-                                "--adamw-lr",
-                                "0",
-                                "--weight-decay",
-                                "0",
-                                "--warmup-steps",
-                                "0",
-                                "--lr-schedule",
-                                "wsd",
-                                "--final-lr-fraction",
-                                "1",
-                                "--grad-clip",
-                                "0",
-                                "--eval-interval",
-                                "0",
-                                "--eval-batches",
-                                "7",
-                                "--checkpoint-interval",
-                                "8",
-                                "--keep-checkpoints",
-                                "9",
-                                "--resume",
-                                "--seed",
-                                "10",
-                                "--threads",
-                                "2",
-                                "--precision",
-                                "fp32"})
-                             .train;
+  const TrainOptions t =
+      parse(words("--train-data a --val-data b --out=c --batch-size 3 --grad-accum 4 --compute 2e13 "
+                  "--optimizer adamw --lr 0.5 --adamw-lr 0 --weight-decay 0 --warmup-steps 0 "
+                  "--lr-schedule wsd --final-lr-fraction 1 --grad-clip 0 --eval-interval 0 "
+                  "--eval-batches 7 --checkpoint-interval 8 --keep-checkpoints 9 --resume --seed 10 "
+                  "--threads 2 --precision fp32"))
+          .train;
   EXPECT_EQ(t.train_data, "a");
   EXPECT_EQ(t.val_data, "b");
   EXPECT_EQ(t.out, "c");
@@ -174,37 +146,11 @@ TEST(Values, EveryTrainFlag) {
 }
 
 TEST(Values, EveryModelFlag) {
-  const ModelConfig c = parse({"plan",
-                               "--active-layers",
-                               "9",
-                               "--dim",
-                               "96",
-                               "--heads",
-                               "6",
-                               "--kv-heads",
-                               "3",
-                               "--head-dim",
-                               "32",
-                               "--ffn-dim",
-                               "100",
-                               "--vocab-size",
-                               "300",
-                               "--seq-len",
-                               "64",
-                               "--rope-theta",
-                               "500",
-                               "--token-sparsity",
-                               "3",
-                               "--anchor-stride",
-                               "2",
-                               "--dense-prefix",
-                               "1",
-                               "--no-anchors",
-                               "--token-bias-strength",
-                               "0.5",
-                               "--residual-gate-init",
-                               "0.25"})
-                            .model;
+  const ModelConfig c =
+      parse(words("plan --active-layers 9 --dim 96 --heads 6 --kv-heads 3 --head-dim 32 --ffn-dim 100 "
+                  "--vocab-size 300 --seq-len 64 --rope-theta 500 --token-sparsity 3 --anchor-stride 2 "
+                  "--dense-prefix 1 --no-anchors --token-bias-strength 0.5 --residual-gate-init 0.25"))
+          .model;
   EXPECT_EQ(c.arch, Arch::xmod);
   EXPECT_EQ(c.active_layers, 9);
   EXPECT_EQ(c.dim, 96);
@@ -223,9 +169,9 @@ TEST(Values, EveryModelFlag) {
   EXPECT_EQ(c.token_bias_strength, 0.5);
   EXPECT_EQ(c.residual_gate_init, 0.25);
 
-  const ModelConfig moe = parse({"plan", "--arch", "moe", "--experts", "8", "--experts-per-token", "2",
-                                 "--shared-experts", "1", "--expert-dim", "48"})
-                              .model;
+  const ModelConfig moe =
+      parse(words("plan --arch moe --experts 8 --experts-per-token 2 --shared-experts 1 --expert-dim 48"))
+          .model;
   EXPECT_EQ(moe.experts, 8);
   EXPECT_EQ(moe.experts_per_token, 2);
   EXPECT_EQ(moe.shared_experts, 1);
@@ -238,9 +184,9 @@ TEST(Values, EveryFlagOfTheOtherCommands) {
   EXPECT_EQ(plan.batch_size, 1);
   EXPECT_TRUE(plan.json);
 
-  const EvalOptions eval = parse({"eval", "--checkpoint", "c", "--val-data", "v", "--batch-size", "2",
-                                  "--eval-batches", "3", "--json", "--threads", "4"})
-                               .eval;
+  const EvalOptions eval =
+      parse(words("eval --checkpoint c --val-data v --batch-size 2 --eval-batches 3 --json --threads 4"))
+          .eval;
   EXPECT_EQ(eval.checkpoint, "c");
   EXPECT_EQ(eval.val_data, "v");
   EXPECT_EQ(eval.batch_size, 2);
@@ -274,9 +220,7 @@ TEST(Values, ATextMayBeginWithADash) {
 
 TEST(Values, BeginningsOfNames) {
   EXPECT_EQ(parse({"plan", "--token-s", "2"}).model.token_sparsity, 2);
-  EXPECT_EQ(
-      parse({"plan", "--arch", "moe", "--experts", "4", "--experts-p", "2", "--expert-d", "8"}).model.experts,
-      4)
+  EXPECT_EQ(parse(words("plan --arch moe --experts 4 --experts-p 2 --expert-d 8")).model.experts, 4)
       << "a whole name counts before a beginning";
   expect_error({"plan", "--token", "2"},
                {"--token is ambiguous", "--token-sparsity", "--token-bias-strength"});

@@ -162,7 +162,7 @@ inline nlohmann::json config_to_json(const ModelConfig& c) {
   for (const ModelField& field : model_fields()) {
     std::visit([&](auto member) { out[field.key] = c.*member; }, field.member);
   }
-  
+  out["residual_gate"] = has_residual_gate(c);  // what the architecture makes of them: mod has neither
   out["token_bias_strength"] = token_bias(c);
   return out;
 }
@@ -290,10 +290,10 @@ inline std::string flags_to_keys(std::string message) {
 
 inline void check_model(const ModelConfig& c, const std::string& path) {
   try {
-
+    validate_size(c);
     validate(c);
   } catch (const Error& error) {
-    fail(path, ": ", error.what());
+    fail(path, ": ", flags_to_keys(error.what()));
   }
 }
 
@@ -304,7 +304,7 @@ inline void check_layers(const ConfigReader& in, const ModelConfig& c) {
   if (layers != static_cast<int64_t>(plan.size())) {
     in.complain("num_hidden_layers", std::to_string(plan.size()) + ", which follows from the other keys");
   }
-  return;
+  if (!in.has("arch") || in.text("layer_pattern") == pattern(plan)) return;
   in.complain("layer_pattern", "the pattern that follows from the other keys: " + pattern(plan));
 }
 
