@@ -1,5 +1,5 @@
 // The command line: what is read, what is refused and in which words.
-#include "xmod/options.h"
+#include "xmod/command_line.h"
 
 #include <gtest/gtest.h>
 

@@ -3,6 +3,7 @@ input of every kind, full disks, evaluation and generation. `make test` builds t
 
 import array
 import csv
+import fcntl
 import json
 import math
 import os
@@ -140,6 +141,15 @@ class ResumeTest(TrainingTest):
         self.assertIn((process.returncode, err), [(0, b""), (-signal.SIGKILL, b"")])
         return process.returncode != 0
 
+    def last_step(self, out):
+        """Of the newest checkpoint."""
+        return max((int(path.name[5:]) for path in out.glob("step_????????")), default=0)
+
+    def wait_for_step(self, process, out, step):
+        path = out / "metrics.csv"
+        while process.poll() is None and not (path.exists() and path.read_bytes().count(b"\n") > step):
+            pass
+
     def finish(self, out, **changes):
         return self.succeed(*self.arguments(out=out, resume=True, **changes)).decode()
 
@@ -150,13 +160,16 @@ class ResumeTest(TrainingTest):
                               "dense": {**DENSE, "grad_accum": 2, "keep_checkpoints": 3}}.items():
             with self.subTest(name):
                 changes["checkpoint_interval"] = 2
-                begin = time.time()
                 expected = record(self.train(name, **changes))
-                seconds = time.time() - begin
                 killed = self.folder / (name + "_killed")
-                kills = sum(self.interrupt(killed, lambda _: time.sleep(chance.uniform(0, seconds / 2)), **changes)
-                            for _ in range(10))
-                self.assertGreater(kills, 2)
+
+                def some_moment(process):
+                    """Some steps after the start, between two of them, in one or in a checkpoint."""
+                    self.wait_for_step(process, killed, self.last_step(killed) + chance.randrange(7))
+                    time.sleep(chance.uniform(0, 0.02))
+
+                kills = sum(self.interrupt(killed, some_moment, **changes) for _ in range(10))
+                self.assertGreater(kills, 0)
                 self.finish(killed, **changes)
                 self.assert_same_record(killed, expected)
 
@@ -185,11 +198,7 @@ class ResumeTest(TrainingTest):
         expected = record(self.train(**changes))
         killed = self.folder / "killed"
 
-        def three_rows(_):
-            while not (killed / "metrics.csv").exists() or len(read_metrics(killed)) < 3:
-                pass
-
-        self.assertTrue(self.interrupt(killed, three_rows, **changes))
+        self.assertTrue(self.interrupt(killed, lambda process: self.wait_for_step(process, killed, 3), **changes))
         self.assertEqual(self.checkpoints(killed), [])
         self.assertIn("no checkpoint in", self.finish(killed, **changes))
         self.assert_same_record(killed, expected)
@@ -238,12 +247,23 @@ class ResumeTest(TrainingTest):
         self.assert_same_record(out, expected)
 
     def test_another_number_of_threads_goes_on_alike(self):
-        expected = record(self.train())
-        out = self.train("resumed", steps=30, threads=2)
-        for name in ["step_00000030"]:
-            shutil.rmtree(out / name)
-        self.finish(out, threads=3)
-        self.assertEqual(record(out)["step_00000030/model.safetensors"], expected["step_00000030/model.safetensors"])
+        out = self.train(threads=1, keep_checkpoints=100)
+        expected = record(out)
+        for threads in 2, 3:
+            for step in range(24, 31, 3):
+                shutil.rmtree(out / f"step_{step:08}")
+            self.finish(out, threads=threads, keep_checkpoints=100)
+            self.assert_same_record(out, expected)
+
+    def test_two_runs_at_a_time(self):
+        out = self.train(steps=3)
+        expected = record(out)
+        directory = os.open(out, os.O_RDONLY)
+        fcntl.flock(directory, fcntl.LOCK_EX)  # as a run holds it
+        self.expect_error(["another run", str(out)], *self.arguments(out=out, resume=True))
+        self.assert_same_record(out, expected)
+        os.close(directory)
+        self.finish(out, steps=3)
 
 
 class RepeatTest(TrainingTest):

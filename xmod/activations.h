@@ -226,4 +226,22 @@ Activations<floatX> carve_activations(Arena& arena, const ModelConfig& c, const 
   return a;
 }
 
+// Bytes of the arena, by group, before anything is allocated.
+template <class floatX>
+Arena measure_activations(const ModelConfig& c, int64_t B, int64_t T, Use use) {
+  Arena arena;
+  carve_activations<floatX>(arena, c, make_layer_plan(c), B, T, use);
+  return arena;
+}
+
+// Refuses the layer kinds that `plan` can count but whose passes are not built.
+inline void require_passes(const ModelConfig& c) {
+  for (const Layer& layer : make_layer_plan(c)) {
+    const Attention attention = layer.routed ? Attention::selected : Attention::full;
+    if (layer.ffn == Ffn::swiglu && layer.attention == attention) continue;
+    fail("--arch ", arch_name(c.arch), ": `plan` can count this architecture, but its passes are not ",
+         "built yet; train dense, mod or xmod");
+  }
+}
+
 }  // namespace xmod

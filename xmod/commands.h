@@ -11,6 +11,7 @@
 #include <vector>
 
 #include "xmod/checkpoint.h"
+#include "xmod/command_line.h"
 #include "xmod/evaluate.h"
 #include "xmod/generate.h"
 #include "xmod/model.h"

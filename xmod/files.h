@@ -9,6 +9,7 @@
 #pragma once
 
 #include <fcntl.h>
+#include <sys/file.h>
 #include <sys/stat.h>
 #include <unistd.h>
 
@@ -253,6 +254,15 @@ inline void remove_tree(const std::string& path) {
 
 inline void rename_path(const std::string& from, const std::string& to) {
   if (::rename(from.c_str(), to.c_str()) != 0) fail_io("rename to " + to, from, errno);
+}
+
+// Two runs that write to one directory would spoil each other's checkpoints. The lock ends with the
+// descriptor or the process, however that ends; a file system without locks (some NFS) goes without.
+inline FileDescriptor lock_directory(const std::string& path) {
+  FileDescriptor directory = open_file(path, O_RDONLY | O_DIRECTORY, "lock");
+  if (::flock(directory.get(), LOCK_EX | LOCK_NB) != 0 && errno == EWOULDBLOCK)
+    fail(path, ": another run is writing there; wait for its end or choose another directory");
+  return directory;
 }
 
 // The names in a directory, sorted.

@@ -23,24 +23,6 @@ enum class Routing {
   threshold,  // all above the layer's threshold: causal; used to generate, and to evaluate beside top-k
 };
 
-// Bytes of the arena, by group, before anything is allocated.
-template <class floatX>
-Arena measure_activations(const ModelConfig& c, int64_t B, int64_t T, Use use) {
-  Arena arena;
-  carve_activations<floatX>(arena, c, make_layer_plan(c), B, T, use);
-  return arena;
-}
-
-// Refuses the layer kinds that `plan` can count but whose passes are not built.
-inline void require_passes(const ModelConfig& c) {
-  for (const Layer& layer : make_layer_plan(c)) {
-    const Attention attention = layer.routed ? Attention::selected : Attention::full;
-    if (layer.ffn == Ffn::swiglu && layer.attention == attention) continue;
-    fail("--arch ", arch_name(c.arch), ": `plan` can count this architecture, but its passes are not ",
-         "built yet; train dense, mod or xmod");
-  }
-}
-
 template <class Backend>
 class Model {
  public:

@@ -13,7 +13,6 @@
 #include <vector>
 
 #include "xmod/activations.h"
-#include "xmod/model.h"
 #include "xmod/optimizer.h"
 #include "xmod/options.h"
 #include "xmod_common.h"

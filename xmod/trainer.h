@@ -116,6 +116,7 @@ class Trainer {
   // The newest whole checkpoint in --out, to resume from.
   std::optional<CheckpointEntry> find_checkpoint() {
     create_directories(o_.out);
+    lock_ = lock_directory(o_.out);
     recover_checkpoints(o_.out);
     const std::vector<CheckpointEntry> all = list_checkpoints(o_.out);
     if (all.empty()) return std::nullopt;
@@ -292,6 +293,7 @@ class Trainer {
   const int64_t steps_, warmup_;
   TrainLoader loader_;
   std::unique_ptr<EvalLoader> validation_;
+  FileDescriptor lock_;  // of the output directory
   std::optional<CheckpointEntry> resume_from_;
   Model<Backend> model_;
   OptimizerState<Backend> optimizer_;

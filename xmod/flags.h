@@ -1,0 +1,341 @@
+// The table of flags: it drives parsing, checks, suggestions and --help.
+#pragma once
+
+#include <algorithm>
+#include <cstdint>
+#include <functional>
+#include <map>
+#include <string>
+#include <utility>
+#include <variant>
+#include <vector>
+
+#include "xmod/config_json.h"
+#include "xmod/flag_values.h"
+#include "xmod/options.h"
+
+namespace xmod {
+
+namespace detail {
+
+// ---------------------------------------------------------------------------------------------------
+// The table of flags
+
+// Flags are applied in this order, wherever they stand on the command line.
+enum class Stage {
+  preset,   // what the others override
+  value,    // most flags
+  derived,  // what depends on other values or replaces what follows from them
+};
+
+struct Flag {
+  std::string name;     // without the dashes
+  std::string metavar;  // empty: a switch, which takes no value
+  std::string help;
+  std::function<void(Options&, const std::string& value)> set;
+  std::string default_text = {};       // for --help; empty: none
+  bool (*belongs_to)(Arch) = nullptr;  // architectures that know the flag; null: all
+  std::string excludes = {};           // the flag that says the opposite
+  bool required = false;
+  Stage stage = Stage::value;
+  std::string group = {};  // heading in --help
+  std::vector<Command> commands = {};
+};
+
+inline bool of_command(const Flag& flag, Command command) {
+  return std::find(flag.commands.begin(), flag.commands.end(), command) != flag.commands.end();
+}
+
+// The commands that describe a model by flags; the others read it from a checkpoint.
+inline bool has_model(Command command) {
+  return command == Command::train || command == Command::plan;
+}
+
+// A flag that sets one field of a part of Options; its default is the field's.
+template <class Part, class T>
+Flag value_flag(const std::string& name, const std::string& metavar, Part Options::*part, T Part::*member,
+                const Range& range, const std::string& help) {
+  auto set = [=](Options& o, const std::string& text) { parse_value(name, text, range, o.*part.*member); };
+  return {name, metavar, help, set, show_value(Options{}.*part.*member)};
+}
+
+template <class Part>
+Flag switch_flag(const std::string& name, Part Options::*part, bool Part::*member, bool value,
+                 const std::string& help) {
+  return {name, "", help, [=](Options& o, const std::string&) { o.*part.*member = value; }};
+}
+
+// A field of the model: range, default and architectures from the table in config_json.h.
+inline Flag model_flag(const std::string& name, const std::string& metavar, const std::string& help) {
+  const ModelField& field = model_field(name);
+  Flag flag;
+  if (const auto integer = std::get_if<int64_t ModelConfig::*>(&field.member)) {
+    flag = value_flag(name, metavar, &Options::model, *integer, field.range, help);
+  } else if (const auto real = std::get_if<double ModelConfig::*>(&field.member)) {
+    flag = value_flag(name, metavar, &Options::model, *real, field.range, help);
+  } else {
+    flag = switch_flag(name, &Options::model, std::get<bool ModelConfig::*>(field.member), false, help);
+  }
+  flag.belongs_to = field.belongs_to;
+  return flag;
+}
+
+inline Flag preset_flag() {
+  std::vector<std::string> names;
+  for (const Preset& preset : presets()) names.push_back(preset.name);
+  auto set = [names](Options& o, const std::string& text) {
+    for (const Preset& preset : presets()) {
+      if (preset.name != text) continue;
+      o.model = preset.config;
+      return;
+    }
+    usage_error("--preset ", show_word(text), ": expected ", join(names), suggestion(text, names));
+  };
+  Flag flag{"preset", "NAME", join(names) + "; the other flags override it", set, names.front()};
+  flag.stage = Stage::preset;
+  return flag;
+}
+
+// alpha at the start: a number, or a formula in K and A, which must be known by then.
+inline Flag residual_gate_init_flag() {
+  auto set = [](Options& o, const std::string& text) {
+    const double K = static_cast<double>(o.model.token_sparsity);
+    const double A = static_cast<double>(o.model.anchor_stride);
+    const std::map<std::string, double> formulas = {{"1/sqrtK", K}, {"1/sqrtA", A}, {"1/sqrtAK", A * K}};
+    const auto formula = formulas.find(text);
+    double& alpha = o.model.residual_gate_init;
+    if (formula != formulas.end()) {
+      alpha = 1 / std::sqrt(formula->second);
+    } else if (!read_number(text, alpha) || !std::isfinite(alpha)) {
+      usage_error("--residual-gate-init ", show_word(text),
+                  ": expected a number, 1/sqrtK, 1/sqrtA or 1/sqrtAK");
+    }
+  };
+  Flag flag = model_flag("residual-gate-init", "X",
+                         "residual gate alpha at the start: a number, 1/sqrtK, 1/sqrtA or 1/sqrtAK");
+  flag.set = set;
+  flag.stage = Stage::derived;
+  flag.excludes = "no-residual-gate";
+  return flag;
+}
+
+inline std::vector<Flag> size_flags() {
+  Flag rope = model_flag("rope-theta", "X", "base frequency of the rotary position embedding");
+  rope.default_text = "10000; 1e6 from a context of 16384";
+  rope.stage = Stage::derived;
+  return {
+      preset_flag(),
+      value_flag("arch", "NAME", &Options::model, &ModelConfig::arch, {},
+                 "architecture: " + join(all_names<Arch>())),
+      model_flag("active-layers", "N", "dense layers + sparse layers / K"),
+      model_flag("dim", "N", "width of the residual stream"),
+      model_flag("heads", "N", "query heads, a multiple of the key/value heads"),
+      model_flag("kv-heads", "N", "key/value heads"),
+      model_flag("head-dim", "N", "size of a head, even"),
+      model_flag("ffn-dim", "N", "hidden width of the feed-forward network"),
+      model_flag("vocab-size", "N", "token ids are below this"),
+      model_flag("seq-len", "N", "context length T in tokens"),
+      rope,
+  };
+}
+
+inline std::vector<Flag> routing_flags() {
+  Flag no_token_bias = model_flag("token-bias-strength", "", "the same as --token-bias-strength 0");
+  no_token_bias.name = "no-token-bias";
+  no_token_bias.default_text = "";
+  no_token_bias.set = [](Options& o, const std::string&) { o.model.token_bias_strength = 0; };
+  no_token_bias.excludes = "token-bias-strength";
+  return {
+      model_flag("token-sparsity", "K", "a sparse layer processes 1 in K tokens"),
+      model_flag("anchor-stride", "A", "units of K sparse layers between dense anchors"),
+      model_flag("dense-prefix", "P", "dense layers before the first unit"),
+      model_flag("no-anchors", "", "only sparse units behind the prefix"),
+      model_flag("no-residual-gate", "", "no learned scale of a sparse layer's update"),
+      residual_gate_init_flag(),
+      model_flag("token-bias-strength", "X", "gamma: how much a token's score falls once it was selected"),
+      no_token_bias,
+  };
+}
+
+inline std::vector<Flag> expert_flags() {
+  std::vector<Flag> flags = {
+      model_flag("experts", "E", "routed experts of a layer"),
+      model_flag("experts-per-token", "N", "experts that a token goes to"),
+      model_flag("expert-dim", "N", "hidden width of an expert"),
+      model_flag("shared-experts", "N", "experts that every token goes to"),
+  };
+  for (size_t i = 0; i < 3; i++) {
+    flags[i].default_text = "";
+    flags[i].required = true;
+  }
+  return flags;
+}
+
+inline std::vector<Flag> train_data_flags() {
+  using O = TrainOptions;
+  constexpr auto part = &Options::train;
+  Flag train = value_flag("train-data", "GLOB", part, &O::train_data, {},
+                          "token shards to train on, in quotes: 'data/*_train_*.bin'");
+  train.required = true;
+  return {
+      train,
+      value_flag("val-data", "GLOB", part, &O::val_data, {}, "token shards to validate on"),
+      value_flag("out", "DIR", part, &O::out, {}, "directory for checkpoints and metrics.csv"),
+  };
+}
+
+inline std::vector<Flag> length_flags() {
+  using O = TrainOptions;
+  constexpr auto part = &Options::train;
+  Flag steps =
+      value_flag("steps", "N", part, &O::steps, between(1, 2147483647), "optimizer steps to train for");
+  Flag compute = value_flag("compute", "FLOPS", part, &O::compute, above(0),
+                            "or: train for as many tokens as this compute pays for, such as 2e13");
+  steps.default_text = compute.default_text = "";
+  steps.excludes = "compute";
+  return {
+      steps,
+      compute,
+      value_flag("batch-size", "N", part, &O::batch_size, between(1, 2147483647),
+                 "sequences of a micro-batch"),
+      value_flag("grad-accum", "N", part, &O::grad_accum, between(1, 2147483647),
+                 "micro-batches of an optimizer step"),
+  };
+}
+
+inline std::vector<Flag> optimizer_flags() {
+  using O = TrainOptions;
+  constexpr auto part = &Options::train;
+  Flag adamw_lr = value_flag("adamw-lr", "X", part, &O::adamw_lr, at_least(0),
+                             "peak learning rate of what AdamW trains: embedding, norms, routers, gates");
+  adamw_lr.default_text = "the same as --lr";
+  Flag warmup = value_flag("warmup-steps", "N", part, &O::warmup_steps, between(0, 2147483647),
+                           "steps in which the learning rate rises from 0");
+  warmup.default_text = "5% of the steps, at most 500";
+  return {
+      value_flag("optimizer", "NAME", part, &O::optimizer, {}, "muon or adamw, for the hidden matrices"),
+      value_flag("lr", "X", part, &O::lr, above(0), "peak learning rate"),
+      adamw_lr,
+      value_flag("weight-decay", "X", part, &O::weight_decay, at_least(0),
+                 "pull of the matrices and the embedding towards 0"),
+      warmup,
+      value_flag("lr-schedule", "NAME", part, &O::lr_schedule, {}, join(all_names<LrSchedule>())),
+      value_flag("final-lr-fraction", "X", part, &O::final_lr_fraction, between(0, 1),
+                 "the schedule ends at this share of the peak"),
+      value_flag("grad-clip", "X", part, &O::grad_clip, at_least(0), "largest global gradient norm; 0: off"),
+  };
+}
+
+inline std::vector<Flag> record_flags() {
+  using O = TrainOptions;
+  constexpr auto part = &Options::train;
+  return {
+      value_flag("eval-interval", "N", part, &O::eval_interval, at_least(0),
+                 "steps between validations; 0: only at the end"),
+      value_flag("eval-batches", "N", part, &O::eval_batches, between(0, 2147483647),
+                 "batches of a validation; 0: all the data"),
+      value_flag("checkpoint-interval", "N", part, &O::checkpoint_interval, at_least(0),
+                 "steps between checkpoints; 0: only at the end"),
+      value_flag("keep-checkpoints", "N", part, &O::keep_checkpoints, at_least(1),
+                 "how many of the newest checkpoints stay"),
+      switch_flag("resume", part, &O::resume, true, "go on from the newest checkpoint in --out"),
+  };
+}
+
+inline std::vector<Flag> train_machine_flags() {
+  using O = TrainOptions;
+  constexpr auto part = &Options::train;
+  return {
+      value_flag("seed", "N", part, &O::seed, at_least(0),
+                 "seed of the first weights and of the order of the data"),
+      value_flag("threads", "N", part, &O::threads, between(0, 4096),
+                 "threads to compute with; 0: all processors"),
+      value_flag("precision", "NAME", part, &O::precision, {}, "number format of the matrix products: fp32"),
+  };
+}
+
+inline std::vector<Flag> plan_flags() {
+  using O = PlanOptions;
+  constexpr auto part = &Options::plan;
+  Flag compute = value_flag("compute", "FLOPS", part, &O::compute, above(0),
+                            "training compute to count tokens for, such as 1e20");
+  compute.default_text = "";
+  return {
+      compute,
+      value_flag("batch-size", "N", part, &O::batch_size, between(1, 2147483647),
+                 "sequences of a micro-batch, for the memory estimate"),
+      switch_flag("json", part, &O::json, true, "print JSON"),
+  };
+}
+
+inline std::vector<Flag> eval_flags() {
+  using O = EvalOptions;
+  constexpr auto part = &Options::eval;
+  Flag checkpoint =
+      value_flag("checkpoint", "DIR", part, &O::checkpoint, {}, "checkpoint, such as out/step_00000500");
+  Flag data = value_flag("val-data", "GLOB", part, &O::val_data, {}, "token shards, in quotes");
+  checkpoint.required = data.required = true;
+  return {
+      checkpoint,
+      data,
+      value_flag("batch-size", "N", part, &O::batch_size, between(1, 2147483647), "sequences of a batch"),
+      value_flag("eval-batches", "N", part, &O::eval_batches, between(0, 2147483647), "0: all the data"),
+      switch_flag("json", part, &O::json, true, "print JSON"),
+      value_flag("threads", "N", part, &O::threads, between(0, 4096),
+                 "threads to compute with; 0: all processors"),
+  };
+}
+
+inline std::vector<Flag> generate_flags() {
+  using O = GenerateOptions;
+  constexpr auto part = &Options::generate;
+  Flag checkpoint =
+      value_flag("checkpoint", "DIR", part, &O::checkpoint, {}, "checkpoint, such as out/step_00000500");
+  checkpoint.required = true;
+  Flag prompt = value_flag("prompt", "TEXT", part, &O::prompt, {}, "text to go on from");
+  prompt.set = [](Options& o, const std::string& text) { o.generate.prompt = text; };
+  return {
+      checkpoint,
+      prompt,
+      value_flag("max-new-tokens", "N", part, &O::max_new_tokens, at_least(1), "tokens to write"),
+      value_flag("temperature", "X", part, &O::temperature, at_least(0), "0: the most probable token"),
+      value_flag("top-k", "N", part, &O::top_k, at_least(0), "choose among the K most probable; 0: off"),
+      value_flag("top-p", "X", part, &O::top_p, Range{0, 1, true},
+                 "choose among the most probable that together have this probability"),
+      value_flag("seed", "N", part, &O::seed, at_least(0), "seed of the choice of tokens"),
+      value_flag("threads", "N", part, &O::threads, between(0, 4096),
+                 "threads to compute with; 0: all processors"),
+  };
+}
+
+inline std::vector<Flag> flag_table() {
+  const std::vector<Command> train = {Command::train}, plan = {Command::plan}, eval = {Command::eval},
+                             generate = {Command::generate}, model = {Command::train, Command::plan},
+                             all = {Command::train, Command::plan, Command::eval, Command::generate};
+  std::vector<Flag> table;
+  auto add = [&](const std::string& group, const std::vector<Command>& commands, std::vector<Flag> flags) {
+    for (Flag& flag : flags) {
+      flag.group = group;
+      flag.commands = commands;
+      table.push_back(std::move(flag));
+    }
+  };
+  add("Data", train, train_data_flags());
+  add("Length", train, length_flags());
+  add("Model", model, size_flags());
+  add("Routing (mod has only the first; xmod, routed-ffn and selected-q all)", model, routing_flags());
+  add("Experts (moe)", model, expert_flags());
+  add("Optimizer", train, optimizer_flags());
+  add("Validation and checkpoints", train, record_flags());
+  add("Machine", train, train_machine_flags());
+  add("Plan", plan, plan_flags());
+  add("Evaluation", eval, eval_flags());
+  add("Generation", generate, generate_flags());
+  add("Help", all,
+      {{"help", "", "this page, also -h", [](Options& o, const std::string&) { o.help = true; }}});
+  return table;
+}
+
+}  // namespace detail
+
+}  // namespace xmod
