@@ -87,11 +87,18 @@ def newton_schulz(U):
 
 def quicken():
     F = torch.nn.functional
+
+    def attention(q, k, v):
+        return F.scaled_dot_product_attention(q, k, v, is_causal=True)
+
+    def norm(self, x):
+        return F.rms_norm(x, self.weight.shape, self.weight, self.eps)
+
     xmod_reference.newton_schulz = newton_schulz
-    if hasattr(F, "scaled_dot_product_attention"):
-        xmod_reference.causal_attention = lambda q, k, v: F.scaled_dot_product_attention(q, k, v, is_causal=True)
-    if hasattr(F, "rms_norm"):
-        xmod_reference.RMSNorm.forward = lambda self, x: F.rms_norm(x, self.weight.shape, self.weight, self.eps)
+    if hasattr(F, "scaled_dot_product_attention"):  # PyTorch 2.0
+        xmod_reference.causal_attention = attention
+    if hasattr(F, "rms_norm"):  # PyTorch 2.4
+        xmod_reference.RMSNorm.forward = norm
 
 
 def quick_trainer(config):
@@ -112,9 +119,10 @@ def quick_trainer(config):
 
 
 def run_cpp(args, data, out):
-    command = [args.binary, "train", "--preset", args.preset, "--arch", args.arch, "--train-data", data, "--out", out]
-    command += ["--steps", str(args.steps), "--batch-size", str(args.batch_size), "--threads", str(args.threads)]
-    command += ["--eval-interval", "0"] + shlex.split(args.options)
+    command = [args.binary, "train", "--preset", args.preset, "--arch", args.arch, "--eval-interval", "0"]
+    command += ["--train-data", data, "--out", out, "--steps", str(args.steps)]
+    command += ["--batch-size", str(args.batch_size), "--threads", str(args.threads)]
+    command += shlex.split(args.options)
     try:
         done = subprocess.run(command, capture_output=True, text=True)
     except OSError as error:
@@ -135,7 +143,8 @@ class PyTorchRunner:
         torch.manual_seed(0)
         quicken()
         self.trainer = quick_trainer(config)
-        self.args, self.T, self.tokens, self.rng = args, config.max_position_embeddings, tokens, np.random.RandomState(0)
+        self.args, self.tokens, self.T = args, tokens, config.max_position_embeddings
+        self.rng = np.random.RandomState(0)
 
     def run(self):
         speeds = []
@@ -189,29 +198,34 @@ def require_fast_blas(args):
     speed, blas = matmul_gflops(), blas_of_pytorch()
     print(f"PyTorch {torch.__version__}, {blas}, {speed:.0f} GFLOP/s in a matmul with {args.threads} threads")
     if blas == "reference BLAS" and not args.any_blas:
-        fail("this PyTorch multiplies with the slow reference BLAS, which makes the race unfair: "
-             "apt install libopenblas0-pthread, or pip install torch (or race anyway with --any-blas)")
+        fail(
+            "this PyTorch multiplies with the slow reference BLAS, which makes the race unfair: "
+            "apt install libopenblas0-pthread, or pip install torch (or race anyway with --any-blas)"
+        )
 
 
 # ---------------------------------------------------------------------------------------------------------
 
 
 def report(args, speeds, losses):
-    medians = {name: statistics.median(values) for name, values in speeds.items()}
-    print(f"\n{' '.join([args.arch, args.preset, args.options]).strip()}, fp32, batch {args.batch_size}, {args.threads} threads, "
-          f"{args.repeats} runs each of {args.steps} steps ({args.warmup} of them to warm up)\n")
+    model = " ".join([args.arch, args.preset, args.options]).strip()
+    print(f"\n{model}, fp32, batch {args.batch_size}, {args.threads} threads")
+    print(f"{args.repeats} runs each of {args.steps} steps, {args.warmup} of them to warm up\n")
     print(f"| {'':8} | tokens/s | slowest | fastest | last loss |")
     print(f"|{'-' * 10}|---------:|--------:|--------:|----------:|")
     for name, values in speeds.items():
-        print(f"| {name:8} | {medians[name]:8.0f} | {min(values):7.0f} | {max(values):7.0f} | {losses[name]:9.4f} |")
+        median, loss = statistics.median(values), losses[name]
+        print(f"| {name:8} | {median:8.0f} | {min(values):7.0f} | {max(values):7.0f} | {loss:9.4f} |")
     ratios = [cpp / pytorch for cpp, pytorch in zip(speeds["C++"], speeds["PyTorch"])]
     ratio = statistics.median(ratios)
-    print(f"\nC++ is {ratio:.2f} times as fast as PyTorch ({min(ratios):.2f} to {max(ratios):.2f} over the pairs).")
+    print(f"\nC++ is {ratio:.2f} times as fast as PyTorch ({min(ratios):.2f} to {max(ratios):.2f} by pair).")
     return ratio
 
 
 def main():
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--binary", default="./train_xmod", help="the C++ trainer (default %(default)s)")
     parser.add_argument("--preset", default="tiny", help="model size (default %(default)s)")
     parser.add_argument("--arch", default="xmod", help="dense, mod or xmod (default %(default)s)")
@@ -220,9 +234,13 @@ def main():
     parser.add_argument("--batch-size", type=int, default=8, help="sequences a step (default %(default)s)")
     parser.add_argument("--threads", type=int, default=os.cpu_count(), help="of both (default %(default)s)")
     parser.add_argument("--steps", type=int, default=8, help="optimizer steps a run (default %(default)s)")
-    parser.add_argument("--warmup", type=int, default=2, help="steps of a run not counted (default %(default)s)")
+    parser.add_argument(
+        "--warmup", type=int, default=2, help="steps of a run not counted (default %(default)s)"
+    )
     parser.add_argument("--repeats", type=int, default=5, help="runs of each (default %(default)s)")
-    parser.add_argument("--require", type=float, metavar="RATIO", help="exit with 1 if C++ is not that much faster")
+    parser.add_argument(
+        "--require", type=float, metavar="RATIO", help="exit with 1 if C++ is not that much faster"
+    )
     parser.add_argument("--any-blas", action="store_true", help="race even a PyTorch with a slow BLAS")
     args = parser.parse_args()
     for name in ("batch_size", "threads", "repeats"):

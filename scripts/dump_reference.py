@@ -18,8 +18,8 @@ Everything is computed in fp64 from fp32 weights, and stored in fp32. Each file 
     threshold_mask.<layer>             (B, T) int32: 1 where it selected
 
 The same in fp32 PyTorch shows, tensor by tensor, the error that rounding alone makes. A seed is passed over
-when that is large (a scalar that cancels to almost nothing), or when rounding could change a selection: when a
-score lies within 1e-4 of the cut.
+when that is large (a scalar that cancels to almost nothing), or when rounding could change a selection (a
+score lies within 1e-4 of the cut).
 """
 
 import argparse
@@ -36,24 +36,55 @@ STEPS = 3
 MARGIN = 1e-4  # least distance of a score from the cut between selected and not
 ROUNDING = 2e-6  # most that fp32 PyTorch may differ from fp64, as a normalised error of a tensor
 AGREEMENT = 5e-7  # most that a fresh dump may differ from a stored one
-TRAINER = dict(lr=0.01, adamw_lr=0.005, weight_decay=0.1, momentum=0.95, betas=(0.9, 0.95), eps=1e-8,
-               grad_clip=1.0, threshold_decay=0.99)
+TRAINER = dict(
+    lr=0.01,
+    adamw_lr=0.005,
+    weight_decay=0.1,
+    momentum=0.95,
+    betas=(0.9, 0.95),
+    eps=1e-8,
+    grad_clip=1.0,
+    threshold_decay=0.99,
+)
 
-SMALL = dict(hidden_size=12, num_attention_heads=2, num_key_value_heads=1, head_dim=8, intermediate_size=20,
-             vocab_size=40, max_position_embeddings=24, dense_prefix=1)
+SMALL = dict(
+    hidden_size=12,
+    num_attention_heads=2,
+    num_key_value_heads=1,
+    head_dim=8,
+    intermediate_size=20,
+    vocab_size=40,
+    max_position_embeddings=24,
+    dense_prefix=1,
+)
 A1K4 = dict(SMALL, arch="xmod", active_layers=5, token_sparsity=4, anchor_stride=1)
 CASES = {
-    "dense": dict(SMALL, arch="dense", active_layers=3, hidden_size=16, num_attention_heads=4,
-                  num_key_value_heads=2, head_dim=6),
+    "dense": dict(
+        SMALL,
+        arch="dense",
+        active_layers=3,
+        hidden_size=16,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=6,
+    ),
     "mod": dict(SMALL, arch="mod", active_layers=4, token_sparsity=4, num_attention_heads=3, head_dim=6),
     "xmod_a1k4": dict(A1K4),
     # D SSSSSS D SSS D: the last interval is incomplete
     "xmod_a2k3": dict(SMALL, arch="xmod", active_layers=6, token_sparsity=3, anchor_stride=2, head_dim=4),
-    # One token per sequence in a sparse layer: its softmax is constant, so q, k and their norms get no gradient
-    "xmod_c1": dict(SMALL, arch="xmod", active_layers=4, token_sparsity=6, anchor_stride=1,
-                    max_position_embeddings=6),
-    "xmod_ragged": dict(A1K4, active_layers=3, hidden_size=16, num_attention_heads=6, num_key_value_heads=2,
-                        head_dim=4, max_position_embeddings=22),
+    # One token per sequence in a sparse layer: a constant softmax, so q, k and their norms have gradient 0
+    "xmod_c1": dict(
+        SMALL, arch="xmod", active_layers=4, token_sparsity=6, anchor_stride=1, max_position_embeddings=6
+    ),
+    "xmod_ragged": dict(
+        A1K4,
+        active_layers=3,
+        hidden_size=16,
+        num_attention_heads=6,
+        num_key_value_heads=2,
+        head_dim=4,
+        max_position_embeddings=22,
+    ),
     "no_anchors": dict(SMALL, arch="xmod", active_layers=3, token_sparsity=4, anchors=False),
     "no_residual_gate": dict(A1K4, active_layers=3, residual_gate=False),
     "no_token_bias": dict(A1K4, active_layers=3, token_bias_strength=0.0),
@@ -133,7 +164,7 @@ def random_weights(model, rng):
 
 
 def compute(config, weights, tokens, dtype, tau=None):
-    """All tensors of a file that depend on the arithmetic, as fp64 arrays, and the least margin of a selection."""
+    """All tensors of a file that depend on the arithmetic, and the least margin of a selection."""
     model = XMod(config).to(dtype)
     model.load_state_dict(weights, strict=False)  # all but the thresholds
     routers = {n: layer.router for n, layer in enumerate(model.model["layers"]) if hasattr(layer, "router")}
@@ -180,15 +211,21 @@ def rounding_errors(config, weights, tokens, exact, rng):
     latter finds tensors that fp32 PyTorch got right by luck."""
     tau = torch.from_numpy(exact["threshold_tau"]) if "threshold_tau" in exact else None
     jittered = {
-        name: w.double() * (1 + 1e-7 * torch.from_numpy(rng.standard_normal(w.shape))) for name, w in weights.items()
+        name: w.double() * (1 + 1e-7 * torch.from_numpy(rng.standard_normal(w.shape)))
+        for name, w in weights.items()
     }
-    runs = [compute(config, weights, tokens, torch.float32, tau)[0],
-            compute(config, jittered, tokens, torch.float64, tau)[0]]
-    return {name: max(normalised_error(run[name].astype(np.float64), exact[name]) for run in runs) for name in exact}
+    runs = [
+        compute(config, weights, tokens, torch.float32, tau)[0],
+        compute(config, jittered, tokens, torch.float64, tau)[0],
+    ]
+    return {
+        name: max(normalised_error(run[name].astype(np.float64), exact[name]) for run in runs)
+        for name in exact
+    }
 
 
 def dump(settings, seeds, most_rounding):
-    """The tensors and the metadata of one case, and their rounding errors: name -> error. None: no seed is good."""
+    """Tensors and metadata of one case, and the rounding error of each tensor; None if no seed is good."""
     config = Config(**settings)
     for seed in seeds:
         rng = np.random.RandomState(seed)  # a stream that NumPy promises never to change
@@ -223,9 +260,13 @@ def stored(name, folder):
 def compare(name, tensors, metadata, folder):
     """The worst tensor of a fresh dump against the stored one, and a list of complaints."""
     old, old_metadata = stored(name, folder)
-    complaints = [f"{name}: metadata {key} differs" for key in metadata if metadata[key] != old_metadata.get(key)]
+    complaints = [
+        f"{name}: metadata {key} differs" for key in metadata if metadata[key] != old_metadata.get(key)
+    ]
     if list(old) != list(tensors):
-        return "", complaints + [f"{name}: the file holds other tensors: {sorted(set(old) ^ set(tensors))[:4]}"]
+        return "", complaints + [
+            f"{name}: the file holds other tensors: {sorted(set(old) ^ set(tensors))[:4]}"
+        ]
     errors = {}
     for key, a in tensors.items():
         b = old[key]
@@ -240,11 +281,21 @@ def compare(name, tensors, metadata, folder):
 
 
 def main():
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--out", default="test/data", metavar="DIR", help="where to write (default %(default)s)")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--out", default="test/data", metavar="DIR", help="where to write (default %(default)s)"
+    )
     parser.add_argument("--check", metavar="DIR", help="write nothing; compare with the files of DIR")
-    parser.add_argument("--cases", nargs="+", default=list(CASES), choices=list(CASES), metavar="CASE",
-                        help="some of: " + " ".join(CASES))
+    parser.add_argument(
+        "--cases",
+        nargs="+",
+        default=list(CASES),
+        choices=list(CASES),
+        metavar="CASE",
+        help="some of: " + " ".join(CASES),
+    )
     parser.add_argument("--verbose", action="store_true", help="the rounding error of every tensor")
     args = parser.parse_args()
     if not args.check:
@@ -262,7 +313,9 @@ def main():
             continue
         tensors, metadata, errors = result
         plan, worst = json.loads(metadata["config"])["layer_pattern"], max(errors, key=errors.get)
-        print(f"{name:17} {plan:12} seed {metadata['seed']:>3}, rounding {errors[worst]:.1e} ({worst})", end="")
+        print(
+            f"{name:17} {plan:12} seed {metadata['seed']:>3}, rounding {errors[worst]:.1e} ({worst})", end=""
+        )
         if args.verbose:
             print("".join(f"\n    {error:.1e}  {key}" for key, error in errors.items()), end="")
         if args.check:

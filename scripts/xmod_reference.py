@@ -59,7 +59,9 @@ class Config:
         if self.layer_pattern not in ("", plan):
             raise ValueError(f"config: layer_pattern is {self.layer_pattern}, but its other keys give {plan}")
         if self.num_hidden_layers not in (0, len(plan)):
-            raise ValueError(f"config: num_hidden_layers is {self.num_hidden_layers}, the plan has {len(plan)}")
+            raise ValueError(
+                f"config: num_hidden_layers is {self.num_hidden_layers}, the plan has {len(plan)}"
+            )
         self.layer_pattern, self.num_hidden_layers = plan, len(plan)
 
     @classmethod
@@ -117,8 +119,8 @@ class RMSNorm(nn.Module):
 
 
 def rope_table(config, T, like):
-    """For each position and i < hd/2 the angle position * theta^(-2i/hd); cosines, and sines with the signs of
-    a rotation, for both halves of a head: (2, 1, T, hd)."""
+    """For each position and i < hd/2 the angle position * theta^(-2i/hd); its cosines, and its sines with the
+    signs of a rotation, for both halves of a head: (2, 1, T, hd)."""
     exponent = torch.arange(0, config.head_dim, 2, dtype=torch.float64, device=like.device) / config.head_dim
     position = torch.arange(T, dtype=torch.float64, device=like.device)
     angle = torch.outer(position, config.rope_theta**-exponent)
@@ -360,7 +362,7 @@ def newton_schulz(U):
 
 
 class Muon(torch.optim.Optimizer):
-    """Momentum, orthogonalised: each matrix moves by 0.2 sqrt(max(rows, cols)) times a near-orthogonal one."""
+    """Momentum, orthogonalised: a matrix moves by 0.2 sqrt(max(rows, cols)) times a near-orthogonal one."""
 
     def __init__(self, params, lr, momentum=0.95, weight_decay=0.0):
         super().__init__(params, dict(lr=lr, momentum=momentum, weight_decay=weight_decay))
@@ -385,18 +387,31 @@ class Trainer:
     """Muon on the hidden matrices; AdamW on embedding, norms, routers and gates, of which only the embedding
     decays; gradients clipped by their global norm; thresholds that follow the C-th largest scores."""
 
-    def __init__(self, model, lr=3.2e-3, adamw_lr=3.2e-3, weight_decay=0.1, momentum=0.95, betas=(0.9, 0.95),
-                 eps=1e-8, grad_clip=1.0, threshold_decay=0.99):
+    def __init__(
+        self,
+        model,
+        lr=3.2e-3,
+        adamw_lr=3.2e-3,
+        weight_decay=0.1,
+        momentum=0.95,
+        betas=(0.9, 0.95),
+        eps=1e-8,
+        grad_clip=1.0,
+        threshold_decay=0.99,
+    ):
         hidden, embedding, rest = [], [], []
         for name, p in model.named_parameters():
             (hidden if "_proj." in name else embedding if "embed_tokens." in name else rest).append(p)
-        adamw_groups = [dict(params=embedding, weight_decay=weight_decay), dict(params=rest, weight_decay=0.0)]
+        adamw_groups = [
+            dict(params=embedding, weight_decay=weight_decay),
+            dict(params=rest, weight_decay=0.0),
+        ]
         self.muon = Muon(hidden, lr, momentum, weight_decay)
         self.adamw = torch.optim.AdamW(adamw_groups, adamw_lr, betas, eps)
         self.model, self.grad_clip, self.threshold_decay, self.steps = model, grad_clip, threshold_decay, 0
 
     def step(self, tokens, targets):
-        """One optimizer step; returns the Output of its forward pass and the norm of the unclipped gradient."""
+        """One optimizer step; returns the Output of its forward pass and the unclipped gradient's norm."""
         self.model.zero_grad(set_to_none=True)
         output = self.model(tokens, targets)
         output.loss.backward()

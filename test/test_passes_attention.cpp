@@ -5,7 +5,7 @@
 namespace xmod {
 namespace {
 
-constexpr double kBound = 2e-6;  // normalised error
+constexpr double kBound = 1e-5;  // normalised error
 constexpr float kEps = 0.03f;    // large enough for its absence to show
 
 // ---------------------------------------------------------------------------------------------------

@@ -168,7 +168,7 @@ class ResumeTest(TrainingTest):
                     self.wait_for_step(process, killed, self.last_step(killed) + chance.randrange(7))
                     time.sleep(chance.uniform(0, 0.02))
 
-                kills = sum(self.interrupt(killed, some_moment, **changes) for _ in range(10))
+                kills = sum(self.interrupt(killed, some_moment, **changes) for _ in range(15))
                 self.assertGreater(kills, 0)
                 self.finish(killed, **changes)
                 self.assert_same_record(killed, expected)
