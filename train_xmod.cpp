@@ -710,44 +710,48 @@ class CpuBackend {
   static void muon_matrix(float* param, float* momentum, const float* grad, int64_t rows, int64_t cols,
                           const MuonStep& h, MuonScratch& scratch) {
     const int64_t size = rows * cols;
-    const bool tall = rows > cols;
-    const int64_t R = std::min(rows, cols), C = std::max(rows, cols);
-    float* x = scratch.x.reserve(size);  // (R, C): Nesterov's update, transposed when tall
-    for (int64_t i = 0; i < rows; i++) {
-      for (int64_t j = 0; j < cols; j++) {
-        const float g = grad[i * cols + j] * h.grad_scale;
-        float& m = momentum[i * cols + j];
-        m = h.beta * m + (1 - h.beta) * g;
-        x[tall ? j * rows + i : i * cols + j] = (1 - h.beta) * g + h.beta * m;
-      }
+    float* x = scratch.x.reserve(size);  // (rows, cols) Nesterov's update
+#pragma omp simd
+    for (int64_t i = 0; i < size; i++) {
+      const float g = grad[i] * h.grad_scale;
+      momentum[i] = h.beta * momentum[i] + (1 - h.beta) * g;
+      x[i] = (1 - h.beta) * g + h.beta * momentum[i];
     }
-    const float* orthogonal = newton_schulz(R, C, scratch);
-    const float rate = h.lr * h.rms_match * std::sqrt(static_cast<float>(C));
-    for (int64_t i = 0; i < rows; i++) {
-      for (int64_t j = 0; j < cols; j++) {
-        float& w = param[i * cols + j];
-        w = w * (1 - h.lr * h.weight_decay) - rate * orthogonal[tall ? j * rows + i : i * cols + j];
-      }
-    }
+    const float* orthogonal = newton_schulz(rows, cols, scratch);
+    const float rate = h.lr * h.rms_match * std::sqrt(static_cast<float>(std::max(rows, cols)));
+    const float keep = 1 - h.lr * h.weight_decay;
+#pragma omp simd
+    for (int64_t i = 0; i < size; i++) param[i] = param[i] * keep - rate * orthogonal[i];
   }
 
-  // Brings the singular values of scratch.x (R, C), R <= C, near 1: five steps of
-  // X <- a X + (b A + c A A) X with A = X X^T. Returns the result.
-  static const float* newton_schulz(int64_t R, int64_t C, MuonScratch& scratch) {
+  // Brings the singular values of scratch.x (rows, cols) near 1: five steps of
+  // X <- (a I + b A + c A A) X with A = X X^T, or for a tall matrix the transpose of that,
+  // X <- X (a I + b A + c A A) with A = X^T X, so that A has the smaller size. Returns the result.
+  static const float* newton_schulz(int64_t rows, int64_t cols, MuonScratch& scratch) {
     constexpr float a = 3.4445f, b = -4.7750f, c = 2.0315f;
-    float* x = scratch.x.reserve(R * C);
-    float* next = scratch.next.reserve(R * C);
+    const bool tall = rows > cols;
+    const int64_t R = std::min(rows, cols);
+    float* x = scratch.x.reserve(rows * cols);
+    float* next = scratch.next.reserve(rows * cols);
     float* gram = scratch.gram.reserve(R * R);              // A
-    float* polynomial = scratch.polynomial.reserve(R * R);  // b A + c A A
-    const float norm = static_cast<float>(std::sqrt(sum_of_squares_double(x, R * C)));
-    for (int64_t i = 0; i < R * C; i++) x[i] /= norm + 1e-7f;
+    float* polynomial = scratch.polynomial.reserve(R * R);  // a I + b A + c A A
+    const float norm = static_cast<float>(std::sqrt(sum_of_squares_double(x, rows * cols)));
+    const float scale = 1 / (norm + 1e-7f);
+#pragma omp simd
+    for (int64_t i = 0; i < rows * cols; i++) x[i] *= scale;
     for (int step = 0; step < 5; step++) {
-      matmul(gram, R, stored(x, C), transposed(x, C), R, R, C, scratch.matmul);
+      const Operand wide = tall ? transposed(x, cols) : stored(x, cols);  // (R, the larger size)
+      matmul(gram, R, wide, wide.transpose(), R, R, std::max(rows, cols), scratch.matmul);
+#pragma omp simd
       for (int64_t i = 0; i < R * R; i++) polynomial[i] = b * gram[i];
+      for (int64_t i = 0; i < R; i++) polynomial[i * R + i] += a;
       matmul(polynomial, R, stored(gram, R), stored(gram, R), R, R, R, scratch.matmul,
              {.alpha = c, .accumulate = true});
-      for (int64_t i = 0; i < R * C; i++) next[i] = a * x[i];
-      matmul(next, C, stored(polynomial, R), stored(x, C), R, C, R, scratch.matmul, {.accumulate = true});
+      if (tall) {
+        matmul(next, cols, stored(x, cols), stored(polynomial, R), rows, cols, R, scratch.matmul);
+      } else {
+        matmul(next, cols, stored(polynomial, R), stored(x, cols), rows, cols, R, scratch.matmul);
+      }
       std::swap(x, next);
     }
     return x;

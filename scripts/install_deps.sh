@@ -2,9 +2,10 @@
 # Installs what a part of this project needs, and nothing that is there already:
 #
 #   scripts/install_deps.sh build       compiler, make, JSON headers
-#   scripts/install_deps.sh test        GoogleTest, clang-format
+#   scripts/install_deps.sh test        GoogleTest
 #   scripts/install_deps.sh plot        Python with numpy and matplotlib
-#   scripts/install_deps.sh reference   PyTorch, for the reference model
+#   scripts/install_deps.sh reference   PyTorch with a fast BLAS, for the reference model
+#   scripts/install_deps.sh lint        clang and clang-format
 #
 # Several groups may be named at once. Debian and Ubuntu through apt, as root or through sudo; elsewhere it says what
 # would be needed. It never asks a question.
@@ -23,18 +24,20 @@ usage() {
 apt_packages() {
   case "$1" in
     build) echo "g++ make nlohmann-json3-dev" ;;
-    test) echo "libgtest-dev clang-format" ;;
+    test) echo "libgtest-dev" ;;
     plot) echo "python3 python3-numpy python3-matplotlib" ;;
-    reference) echo "python3 python3-numpy python3-torch" ;;
+    reference) echo "python3 python3-numpy python3-torch libopenblas0-pthread" ;;
+    lint) echo "clang clang-format libomp-dev" ;;
   esac
 }
 
 brew_packages() {
   case "$1" in
     build) echo "libomp make nlohmann-json" ;;
-    test) echo "googletest clang-format" ;;
+    test) echo "googletest" ;;
     plot) echo "python numpy python-matplotlib" ;;
     reference) echo "python numpy pytorch" ;;
+    lint) echo "llvm clang-format" ;;
   esac
 }
 
@@ -68,9 +71,9 @@ main() {
   [ $# -gt 0 ] || { usage >&2; exit 2; }
   for group in "$@"; do
     case "$group" in
-      build | test | plot | reference) ;;
+      build | test | plot | reference | lint) ;;
       -h | --help) usage; exit 0 ;;
-      *) say "no group '$group'; there are build, test, plot and reference" >&2; exit 2 ;;
+      *) say "no group '$group'; there are build, test, plot, reference and lint" >&2; exit 2 ;;
     esac
     apt="$apt $(apt_packages "$group")"
     brew="$brew $(brew_packages "$group")"

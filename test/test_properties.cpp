@@ -287,7 +287,8 @@ TEST_P(ModelTest, TwoMicroBatchesEqualOneOfDoubleSize) {
   EXPECT_NEAR(sum, loss, 1e-6 * loss);
   const Floats accumulated = gradients_so_far(model_);
   for (const Parameter& p : model_.table.entries) {
-    EXPECT_LE(normalised_error(slice(accumulated, p), slice(expected, p)), 1e-5) << p.name;
+    const double bound = p.size == 1 ? 1e-4 : 1e-5;  // a gate's one number is a sum that may cancel
+    EXPECT_LE(normalised_error(slice(accumulated, p), slice(expected, p)), bound) << p.name;
   }
   EXPECT_LE(normalised_error(download(be_, model_.thresholds(), model_.sparse_layers), doubles(expected_tau)),
             1e-6);
