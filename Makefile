@@ -28,7 +28,8 @@ NVCC := $(shell command -v nvcc 2>/dev/null)
 PYTHON ?= $(or $(shell for p in python3 /usr/bin/python3; do \
   $$p -c 'import numpy, matplotlib' 2>/dev/null && echo $$p && break; done),python3)
 
-COMPILE = $(CXX) -std=c++20 $(MACHINE) $(OPENMP) $(WARNINGS) -I. -MMD -MP
+# No fast-math: NaN checks must work. -fno-math-errno only says that nobody reads errno behind sqrt.
+COMPILE = $(CXX) -std=c++20 -fno-math-errno $(MACHINE) $(OPENMP) $(WARNINGS) -I. -MMD -MP
 
 TESTS := $(patsubst test/%.cpp,build/%,$(wildcard test/test_*.cpp))
 

@@ -107,7 +107,7 @@ class Checkpoints : public ::testing::Test {
     }
   }
 
-  TestBackend be_;
+  TestBackend be_{1};
   std::string out_;
 };
 

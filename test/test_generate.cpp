@@ -150,7 +150,7 @@ class Generate : public ::testing::TestWithParam<Arch> {
     return out;
   }
 
-  TestBackend be_;
+  TestBackend be_{1};
   const ModelConfig config_;
   Model<TestBackend> model_;
 };
