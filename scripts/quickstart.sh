@@ -6,7 +6,7 @@ cd "$(dirname "$0")/.."
 
 PYTHON=${PYTHON:-python3}
 DIR=quickstart
-COMPUTE=5e12 # training FLOPs
+COMPUTE=6e12 # training FLOPs
 
 say() { printf '\n== %s\n' "$*"; }
 
