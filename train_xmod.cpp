@@ -16,9 +16,12 @@
 #include <cstdint>
 #include <cstdlib>
 #include <cstring>
+#include <filesystem>
 #include <functional>
 #include <limits>
 #include <new>
+#include <string>
+#include <system_error>
 #include <vector>
 
 #ifdef _OPENMP
@@ -771,12 +774,14 @@ class CpuBackend {
 
 // GNU's OpenMP threads spin while they wait for each other. On a machine with other work to do they so keep
 // the processor from the very thread they wait for, and a run gets ten times slower. A short spin costs an
-// idle machine nothing, but the library reads its settings before main: set them and start once more.
+// idle machine little, but the library reads its settings before main: set them and start once more.
 static void spin_briefly([[maybe_unused]] char** argv) {
 #if defined(_OPENMP) && defined(__linux__)
   if (std::getenv("OMP_WAIT_POLICY") || std::getenv("GOMP_SPINCOUNT")) return;
   setenv("GOMP_SPINCOUNT", "10000", 1);
-  execv("/proc/self/exe", argv);  // comes back only where that is not possible; then all goes on as it was
+  std::error_code error;
+  const std::string program = std::filesystem::read_symlink("/proc/self/exe", error).string();
+  if (!error) execv(program.c_str(), argv);  // comes back only on failure: then all goes on as it was
 #endif
 }
 
