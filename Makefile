@@ -49,6 +49,9 @@ build:
 train_xmod: train_xmod.cpp | build
 	@printf '#include <nlohmann/json.hpp>\n' | $(CXX) -std=c++20 -x c++ -fsyntax-only - 2>/dev/null || \
 	  { echo 'error: nlohmann/json not found: run scripts/install_deps.sh build' >&2; exit 1; }
+	@printf 'typedef int v __attribute__((vector_size(16)));\nv f(v a) { return __builtin_shufflevector(a, a, 1, 0, 3, 2); }\n' | \
+	  $(CXX) -std=c++20 -x c++ -fsyntax-only - 2>/dev/null || \
+	  { echo 'error: $(CXX) is too old: g++ 12 or clang++ 12 is needed, for example make CXX=g++-12' >&2; exit 1; }
 	$(COMPILE) $(CXXFLAGS) -MF build/train_xmod.d $< -o $@
 
 build/test_%: test/test_%.cpp | build

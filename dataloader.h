@@ -98,12 +98,11 @@ class TokenShards {
   };
 
   std::vector<std::string> matching_paths(const std::string& pattern) const {
+    if (path_exists(pattern)) return {pattern};  // perhaps a name with a character such as '[' in it
     glob_t found{};
     std::vector<std::string> paths;
     if (glob(pattern.c_str(), 0, nullptr, &found) == 0) {
       paths.assign(found.gl_pathv, found.gl_pathv + found.gl_pathc);
-    } else if (path_exists(pattern)) {
-      paths = {pattern};  // a name with a character such as '[' in it
     }
     globfree(&found);
     std::sort(paths.begin(), paths.end());  // glob's own order depends on the locale

@@ -2,13 +2,16 @@
 // function in reading order, and main.
 //
 // What runs the passes, and in which order, stands in xmod/model.h; the training loop in xmod/trainer.h.
-// Both are shared with the CUDA backend, which supplies the same passes under the same signatures.
+// Both are templates over the backend: another one supplies the same passes under the same signatures.
 //
 // Shapes: n rows (tokens a layer works on), d model width, V vocabulary, H query heads, KV key/value heads,
 // hd head size, F FFN width, B sequences, T tokens of a sequence, C tokens a sparse layer selects from each.
 //
 // Every sum runs in an order that depends on the shapes alone, so results are the same bit for bit whatever
 // the number of threads.
+#ifdef __linux__
+#include <sys/auxv.h>
+#endif
 #include <unistd.h>
 
 #include <algorithm>
@@ -779,9 +782,12 @@ static void spin_briefly([[maybe_unused]] char** argv) {
 #if defined(_OPENMP) && defined(__linux__)
   if (std::getenv("OMP_WAIT_POLICY") || std::getenv("GOMP_SPINCOUNT")) return;
   setenv("GOMP_SPINCOUNT", "10000", 1);
+  // The program's own name; another one when it runs inside a loader or an emulator, and then all goes on as
+  // it was, as it does where execv fails.
   std::error_code error;
   const std::string program = std::filesystem::read_symlink("/proc/self/exe", error).string();
-  if (!error) execv(program.c_str(), argv);  // comes back only on failure: then all goes on as it was
+  const char* started = reinterpret_cast<const char*>(getauxval(AT_EXECFN));
+  if (!error && started && std::filesystem::equivalent(program, started, error)) execv(program.c_str(), argv);
 #endif
 }
 

@@ -1,9 +1,10 @@
 // What every backend and command shares: the model's configuration, its layer plan, the accounting of
 // parameters and FLOPs, and the table of parameters. Pure arithmetic; nothing here touches data.
 //
-// To add a layer kind: give it a row of LayerKind values in make_layer_plan, its tensors in
-// add_layer_parameters, its cost in matrix_parameters_per_token and attention_cost (all below), its saved
-// tensors in xmod/activations.h and its passes in xmod/model.h and the backends.
+// To add a layer kind: say in make_layer_plan where it stands and which Attention and Ffn it has, give it its
+// tensors in add_layer_parameters and its cost in layer_parameters, matrix_parameters_per_token and
+// attention_cost (all below), its saved tensors in xmod/activations.h and its passes in xmod/model.h and the
+// backends.
 #pragma once
 
 #include <cmath>

@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
 """Draws the loss of one or several runs against steps, tokens and training FLOPs.
 
-    scripts/plot_metrics.py out/quickstart --out loss.png
+    scripts/plot_metrics.py quickstart/out --out loss.png
     scripts/plot_metrics.py out/dense out/xmod --labels dense "X-MoD A1K4" --log-x --out compare.svg
 
 A run is its directory or its metrics.csv. The pale line is the training loss (a moving average; a single run shows

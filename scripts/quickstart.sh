@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# From nothing to a sample in about a minute: makes byte-level shards of this repository's own sources and
+# From nothing to a sample: makes byte-level shards of this repository's own sources and
 # documents, trains the tiny X-MoD preset on them, draws the loss and generates text. Run by `make quickstart`.
 set -euo pipefail
 cd "$(dirname "$0")/.."

@@ -290,8 +290,9 @@ TEST(Refused, NumbersOutOfRange) {
     }
   }
   expect_error(with(good, "hidden_size", 0), {"hidden_size is 0, expected a whole number from 1 to 1048576"});
-  expect_error(with(good, "rope_theta", 0), {"rope_theta is 0, expected a number above 0"});
+  expect_error(with(good, "rope_theta", 0), {"rope_theta is 0, expected a number from 1 to 1e+12"});
   expect_error(with(good, "rms_norm_eps", -1e-6), {"rms_norm_eps"});
+  expect_error(with(good, "rms_norm_eps", 1e-60), {"rms_norm_eps"});  // 0 as a float
   expect_error(with(good, "token_bias_strength", -1), {"token_bias_strength is -1"});
 }
 

@@ -148,6 +148,10 @@ TEST_F(DataLoaderTest, SequenceCountAtItsBorders) {
 TEST_F(DataLoaderTest, APatternMayNameOneFileWithGlobCharacters) {
   const std::string path = write("odd[name.bin", shard(2, counting(9)));
   EXPECT_EQ(TokenShards(path, 4, 100).num_sequences(), 2);
+
+  const std::string exact = write("train[1].bin", shard(2, counting(13)));
+  write("train1.bin", shard(2, counting(9)));  // what the name would match as a pattern
+  EXPECT_EQ(TokenShards(exact, 4, 100).num_sequences(), 3);
 }
 
 // -------------------------------------------------------------------------------------------- bad input

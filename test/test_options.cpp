@@ -103,7 +103,7 @@ TEST(Defaults, AreTheStructs) {
   EXPECT_EQ(o.train.grad_clip, 1);
   EXPECT_EQ(o.train.eval_interval, 100);
   EXPECT_EQ(o.train.eval_batches, 20);
-  EXPECT_EQ(o.train.checkpoint_interval, 500);
+  EXPECT_EQ(o.train.checkpoint_interval, 100);
   EXPECT_EQ(o.train.keep_checkpoints, 2);
   EXPECT_FALSE(o.train.resume);
   EXPECT_EQ(o.train.seed, 42);
@@ -374,7 +374,9 @@ TEST(Refused, WhatIsNotANumber) {
   expect_error({"plan", "--token-bias-strength", "-1"},
                {"--token-bias-strength -1: expected a number of at least 0"});
   expect_error({"plan", "--compute", "0"}, {"--compute 0: expected a number above 0"});
-  expect_error({"plan", "--rope-theta", "0"}, {"--rope-theta 0: expected a number above 0"});
+  // What is infinite as a float would select by NaN.
+  expect_error({"plan", "--token-bias-strength", "1e39"}, {"--token-bias-strength 1e39", "from 0 to 1e+06"});
+  expect_error({"plan", "--rope-theta", "0"}, {"--rope-theta 0: expected a number from 1 to 1e+12"});
 }
 
 TEST(Refused, MissingAndSuperfluousValues) {

@@ -480,3 +480,15 @@ TEST(PlanText, Figures) {
   EXPECT_EQ(detail::rounded(2.6351e9), "2.64B");
   EXPECT_EQ(detail::rounded(543162368), "543M");
 }
+
+TEST(Plan, ABudgetBeyondCountingIsRefused) {
+  for (const bool json : {false, true}) {
+    try {
+      plan_text(plan_options(ModelConfig{}, json, 1e30));
+      ADD_FAILURE() << "no error";
+    } catch (const Error& error) {
+      EXPECT_EQ(error.exit_code, 2);
+      expect_parts(error.what(), {"--compute 1e+30", "9e18 tokens"});
+    }
+  }
+}

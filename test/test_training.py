@@ -362,6 +362,25 @@ class RunTest(TrainingTest):
             self.assertEqual(len(read_metrics(out)), steps)
             self.assertEqual(self.checkpoints(out), [f"step_{steps:08}"])
 
+    def test_compute_is_spent_to_the_end_by_resumed_steps_of_another_size(self):
+        step = 3 * self.flops_per_token() * 3 * 16  # of batch size 3
+        run = {"steps": None, "compute": f"{12 * step:.6e}", "checkpoint_interval": 0}
+        out = self.train(**{**run, "compute": f"{4 * step:.6e}"})
+        self.succeed(*self.arguments(**run, resume=True, batch_size=6))
+        self.assertEqual([int(row["tokens"]) for row in read_metrics(out)][3:], [192, 288, 384, 480, 576])
+
+    def test_the_learning_rate_shown_is_the_one_used(self):
+        out = self.train(optimizer="adamw", lr=5, adamw_lr=1e-3, lr_schedule="constant", warmup_steps=0, steps=2)
+        self.assertEqual({float(row["lr"]) for row in read_metrics(out)}, {1e-3})
+
+    def test_a_tokenizer_that_does_not_fit_is_refused_before_the_first_step(self):
+        out = self.folder / "out"
+        write_tokenizer(self.folder / "tokenizer.bin", [bytes([byte]) for byte in range(256)] + [b"th"])
+        self.expect_error(["tokenizer.bin", "257 tokens", "vocabulary of 256"], *self.arguments())
+        (self.folder / "tokenizer.bin").write_bytes(b"garbage")
+        self.expect_error(["tokenizer.bin", "truncated header"], *self.arguments())
+        self.assertFalse((out / "metrics.csv").exists())
+
     def test_learning_rate_schedules(self):
         """Warm-up over 4 steps, then down to a fifth; wsd falls over the last fifth of what follows the warm-up."""
         def expected(schedule, step):

@@ -151,14 +151,14 @@ inline nlohmann::json to_json(const TrainerState& s) {
 inline TrainerState trainer_state_from_json(const nlohmann::json& json, const std::string& path) {
   const std::string loader_path = path + ": data_loader";
   const ConfigReader run(json, path), loader(run.value("data_loader"), loader_path);
-  auto count = [](const ConfigReader& in, const char* key) {
+  auto count = [](const ConfigReader& in, const char* key, const Range& range = between(0, 1e18)) {
     int64_t value = 0;
-    in.read(key, at_least(0), value);
+    in.read(key, range, value);
     return value;
   };
   return {.step = count(run, "step"),
           .tokens = count(run, "tokens"),
-          .loader = {.seed = static_cast<uint64_t>(count(loader, "seed")),
+          .loader = {.seed = static_cast<uint64_t>(count(loader, "seed", at_least(0))),
                      .epoch = count(loader, "epoch"),
                      .position = count(loader, "position"),
                      .num_sequences = count(loader, "num_sequences")}};

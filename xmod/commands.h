@@ -27,14 +27,7 @@ namespace detail {
 // The tokenizer saved with a checkpoint; bytes where the vocabulary is that of bytes.
 inline Tokenizer checkpoint_tokenizer(const std::string& checkpoint, const ModelConfig& config) {
   const std::string path = checkpoint + "/tokenizer.bin";
-  if (path_exists(path)) {
-    Tokenizer tokenizer = Tokenizer::load(path);
-    if (tokenizer.vocab_size() > config.vocab_size) {
-      fail(path, ": ", tokenizer.vocab_size(), " tokens, more than the model's vocabulary of ",
-           config.vocab_size, "; put the tokenizer there that made the training shards");
-    }
-    return tokenizer;
-  }
+  if (path_exists(path)) return load_tokenizer(path, config.vocab_size);
   if (config.vocab_size == 256) return Tokenizer::bytes();
   fail(path, ": not found, and a vocabulary of ", config.vocab_size,
        " is not one of bytes; put the tokenizer.bin there that prepare_data.py wrote beside the shards");

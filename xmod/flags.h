@@ -210,7 +210,7 @@ inline std::vector<Flag> optimizer_flags() {
                              "peak learning rate of what AdamW trains: embedding, norms, routers, gates");
   adamw_lr.default_text = "the same as --lr";
   Flag warmup = value_flag("warmup-steps", "N", part, &O::warmup_steps, between(0, 2147483647),
-                           "steps in which the learning rate rises from 0");
+                           "steps in which the learning rate rises");
   warmup.default_text = "5% of the steps, at most 500";
   return {
       value_flag("optimizer", "NAME", part, &O::optimizer, {}, "muon or adamw, for the hidden matrices"),

@@ -51,17 +51,18 @@ class Model {
 
   // DESIGN.md section 1, "Init": every tensor from its own stream of the seed.
   void initialise(uint64_t seed) {
-    std::vector<float> host(static_cast<size_t>(table.total), 0.0f);
+    std::vector<float> host;  // one tensor
     for (const Parameter& p : table.entries) {
-      float* out = host.data() + p.offset;
+      host.resize(static_cast<size_t>(p.size));
+      float* out = host.data();
       if (p.init == Init::ones || p.init == Init::gate) {
         const double value = p.init == Init::ones ? 1 : config.residual_gate_init;
         std::fill(out, out + p.size, static_cast<float>(value));
       } else {
         fill_normal(out, p.size, init_std(p), seed, stream_of(p.name));
       }
+      be_.to_device(params_.data() + p.offset, out, p.size);
     }
-    be_.to_device(params_.data(), host.data(), table.total);
   }
 
   // Runs tokens (B, T) forward and backward under top-k routing; adds the gradient of

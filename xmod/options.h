@@ -29,7 +29,7 @@ struct TrainOptions {
   double grad_clip = 1;               // 0: off
   int64_t eval_interval = 100;        // steps; 0: only at the end
   int64_t eval_batches = 20;          // 0: all
-  int64_t checkpoint_interval = 500;  // steps; 0: only at the end
+  int64_t checkpoint_interval = 100;  // steps; 0: only at the end
   int64_t keep_checkpoints = 2;
   bool resume = false;
   int64_t seed = 42;

@@ -211,7 +211,10 @@ inline void print_memory(const ModelConfig& c, const MemoryEstimate& memory, std
 
 // Tokens that a compute budget pays for.
 inline int64_t tokens_for_compute(const ModelConfig& c, double compute) {
-  return static_cast<int64_t>(compute / training_flops_per_token(c));
+  const double tokens = compute / training_flops_per_token(c);
+  if (tokens > 9e18)
+    usage_error("--compute ", compute, " is more than 9e18 tokens of this model; choose less");
+  return static_cast<int64_t>(tokens);
 }
 
 namespace detail {

@@ -426,4 +426,14 @@ inline bool is_number(char32_t code) {
   return in_ranges(kNumberBorders, code);
 }
 
+// The tokenizer of a model with vocab_size token ids.
+inline Tokenizer load_tokenizer(const std::string& path, int64_t vocab_size) {
+  Tokenizer tokenizer = Tokenizer::load(path);
+  if (tokenizer.vocab_size() > vocab_size) {
+    fail(path, ": ", tokenizer.vocab_size(), " tokens, more than the model's vocabulary of ", vocab_size,
+         "; set --vocab-size to it, or put the tokenizer there that made the training shards");
+  }
+  return tokenizer;
+}
+
 }  // namespace xmod

@@ -23,17 +23,20 @@
 #include "xmod/options.h"
 #include "xmod/plan.h"
 #include "xmod/schedule.h"
+#include "xmod/tokenizer.h"
 
 namespace xmod {
 
 // Optimizer steps of a run: given, or as many as the compute budget pays for (to the nearest, at least one).
-inline int64_t resolve_steps(const ModelConfig& model, const TrainOptions& o) {
+// What a resumed run has already trained on, perhaps in steps of another size, is taken from the budget.
+inline int64_t resolve_steps(const ModelConfig& model, const TrainOptions& o, const TrainerState& done = {}) {
   if (o.steps > 0) return o.steps;
   const double step_tokens = static_cast<double>(o.batch_size * o.grad_accum * model.seq_len);
-  const double steps = o.compute / training_flops_per_token(model) / step_tokens;
+  const double tokens = o.compute / training_flops_per_token(model) - static_cast<double>(done.tokens);
+  const double steps = tokens / step_tokens + static_cast<double>(done.step);
   if (steps > 1e12)
     usage_error("--compute ", o.compute, " is more than 1e12 steps of this model; choose less");
-  return std::max<int64_t>(1, std::llround(steps));
+  return std::max<int64_t>({1, done.step, std::llround(steps)});
 }
 
 inline int64_t resolve_warmup(const TrainOptions& o, int64_t steps) {
@@ -75,8 +78,6 @@ class Trainer {
       : o_(options.train),
         config_(options.model),
         log_(log),
-        steps_(resolve_steps(config_, o_)),
-        warmup_(resolve_warmup(o_, steps_)),
         loader_(TokenShards(o_.train_data, config_.seq_len, config_.vocab_size, "--train-data"),
                 o_.batch_size, static_cast<uint64_t>(o_.seed)),
         validation_(open_validation()),
@@ -139,11 +140,7 @@ class Trainer {
     if (validation_) announce_data("validation", validation_->shards(), validation_->num_sequences());
     log_ << "memory\n";
     print_memory(config_, estimate_memory(config_, o_.batch_size, o_.optimizer), log_);
-    log_ << steps_ << " steps of " << step_tokens() << " tokens, "
-         << detail::scientific(static_cast<double>(steps_) * static_cast<double>(step_tokens()) *
-                               training_flops_per_token(config_))
-         << " training FLOPs\n"
-         << std::flush;
+    log_ << std::flush;
   }
 
   void announce_data(const char* name, const TokenShards& shards, int64_t used) {
@@ -166,13 +163,28 @@ class Trainer {
       loader_.restore(state_.loader);
       keep_newest_checkpoints(o_.out, o_.keep_checkpoints);  // the run may have ended before it came to that
       log_ << "resuming from " << resume_from_->directory << "\n";
-      if (state_.step >= steps_) log_ << "already at step " << state_.step << " of " << steps_ << "\n";
     } else {
       model_.initialise(static_cast<uint64_t>(o_.seed));
       state_.loader = loader_.state();
       if (o_.resume) log_ << "no checkpoint in " << o_.out << " yet: starting from step 0\n";
     }
     first_step_ = state_.step;
+    steps_ = resolve_steps(config_, o_, state_);
+    warmup_ = resolve_warmup(o_, steps_);
+    announce_steps();
+  }
+
+  void announce_steps() {
+    if (state_.step >= steps_) {
+      log_ << "already at step " << state_.step << " of " << steps_ << "\n";
+      return;
+    }
+    const int64_t steps = steps_ - state_.step;
+    log_ << steps << " steps of " << step_tokens() << " tokens, "
+         << detail::scientific(static_cast<double>(steps) * static_cast<double>(step_tokens()) *
+                               training_flops_per_token(config_))
+         << " training FLOPs\n"
+         << std::flush;
   }
 
   // The file beside the first training shard, if there is one; samples then print as text.
@@ -181,6 +193,7 @@ class Trainer {
     const std::string shard = loader_.shards().first_path();
     const std::string path = (std::filesystem::path(shard).parent_path() / name).string();
     if (!path_exists(path)) return {};
+    load_tokenizer(path, config_.vocab_size);  // better refused now than when text is to be generated
     return {{name, read_file(path)}};
   }
 
@@ -190,7 +203,8 @@ class Trainer {
 
   MetricsRow train_step() {
     const double factor = schedule_factor(o_.lr_schedule, state_.step, steps_, warmup_, o_.final_lr_fraction);
-    const double lr = o_.lr * factor, adamw_lr = (o_.adamw_lr < 0 ? o_.lr : o_.adamw_lr) * factor;
+    const double adamw_lr = (o_.adamw_lr < 0 ? o_.lr : o_.adamw_lr) * factor;
+    const double lr = o_.optimizer == Optimizer::muon ? o_.lr * factor : adamw_lr;
     const int64_t step = state_.step + 1;
     const double loss = accumulate_gradients();
     require_finite("loss", loss, step, "the update");
@@ -290,7 +304,6 @@ class Trainer {
   const TrainOptions o_;
   const ModelConfig config_;
   std::ostream& log_;
-  const int64_t steps_, warmup_;
   TrainLoader loader_;
   std::unique_ptr<EvalLoader> validation_;
   FileDescriptor lock_;  // of the output directory
@@ -300,6 +313,7 @@ class Trainer {
   std::vector<int32_t> tokens_, targets_;                       // (B, T) one micro-batch
   std::vector<std::pair<std::string, std::string>> tokenizer_;  // (name, bytes) to travel with checkpoints
   TrainerState state_;
+  int64_t steps_ = 0, warmup_ = 0;
   int64_t first_step_ = 0;    // of this process
   int64_t window_steps_ = 0;  // since the last progress line ...
   double train_seconds_ = 0;  // ... and the time in them
