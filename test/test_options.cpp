@@ -372,7 +372,7 @@ TEST(Refused, WhatIsNotANumber) {
   expect_error({"generate", "--checkpoint", "c", "--temperature", "-1"},
                {"--temperature -1: expected a number of at least 0"});
   expect_error({"plan", "--token-bias-strength", "-1"},
-               {"--token-bias-strength -1: expected a number of at least 0"});
+               {"--token-bias-strength -1: expected a number from 0 to 1e+06"});
   expect_error({"plan", "--compute", "0"}, {"--compute 0: expected a number above 0"});
   // What is infinite as a float would select by NaN.
   expect_error({"plan", "--token-bias-strength", "1e39"}, {"--token-bias-strength 1e39", "from 0 to 1e+06"});
