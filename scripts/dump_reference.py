@@ -304,8 +304,8 @@ def main():
     torch.set_num_threads(1)  # the tensors are too small to share
     complaints = []
     for name in args.cases:
-        if args.check:  # rounding depends on the machine a little
-            result = dump(CASES[name], [int(stored(name, args.check)[1]["seed"])], 3 * ROUNDING)
+        if args.check:  # how fp32 rounds depends on the BLAS; it served to choose the seed, and that is stored
+            result = dump(CASES[name], [int(stored(name, args.check)[1]["seed"])], np.inf)
         else:
             result = dump(CASES[name], range(1000), ROUNDING)
         if result is None:
