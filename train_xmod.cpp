@@ -240,7 +240,7 @@ class CpuBackend {
   }
 
   // ------------------------------------------------------------------------------------------------
-  // routing (DESIGN.md section 1, "Sparse layer")
+  // routing (README.md, "A sparse layer")
 
   // s = weight . RMSNorm(stream), the norm without a weight.
   void router_forward(float* score,         // (n)
@@ -636,7 +636,7 @@ class CpuBackend {
   }
 
   // ------------------------------------------------------------------------------------------------
-  // optimizers (DESIGN.md section 1, "Optimizer")
+  // optimizers (README.md, "Optimizer")
 
   void adamw_update(float* param,       // (n)
                     float* m,           // (n) first moment

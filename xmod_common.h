@@ -71,7 +71,7 @@ struct ModelConfig {
   int64_t qkv_dim() const { return q_dim() + 2 * kv_dim(); }  // one row of the fused projection
 };
 
-// RoPE's base frequency where the user gives none (DESIGN choice: long contexts need slower angles).
+// RoPE's base frequency where the user gives none (our choice: long contexts need slower angles).
 inline double default_rope_theta(int64_t seq_len) {
   return seq_len >= 16384 ? 1e6 : 10000;
 }
@@ -239,7 +239,7 @@ inline void append_unit(PlanBuilder& plan, const ModelConfig& c) {
 
 }  // namespace detail
 
-// DESIGN.md section 1, "Layer plan": reproduces every layer count of the paper.
+// README.md, "Layer plan": reproduces every layer count of the paper.
 inline LayerPlan make_layer_plan(const ModelConfig& c) {
   detail::PlanBuilder plan;
   if (!is_routed(c.arch)) {
@@ -418,7 +418,7 @@ inline ParameterTable make_parameter_table(const ModelConfig& c, const LayerPlan
 }
 
 // ---------------------------------------------------------------------------------------------------
-// Accounting (DESIGN.md section 1): what the paper counts, to its printed digits
+// Accounting (README.md, "Accounting"): what the paper counts, to its printed digits
 
 // Matrix parameters of a layer's attention and FFN.
 inline int64_t attention_parameters(const ModelConfig& c) {

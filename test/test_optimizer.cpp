@@ -1,4 +1,4 @@
-// Muon, AdamW, clipping and the learning rate, against references in double precision and DESIGN.md's oracle
+// Muon, AdamW, clipping and the learning rate, against references in double precision and the oracle
 // for the Newton-Schulz steps.
 #include "xmod/optimizer.h"
 
@@ -142,7 +142,7 @@ Matrix with_spectrum(int64_t rows, int64_t cols, const Doubles& sigma) {
 // ---------------------------------------------------------------------------------------------------
 // Muon
 
-// Five Newton-Schulz steps, as DESIGN.md writes them.
+// Five Newton-Schulz steps, as README.md writes them.
 Matrix newton_schulz_reference(const Matrix& u) {
   if (u.rows > u.cols) return transpose(newton_schulz_reference(transpose(u)));
   Matrix x = 1 / (u.norm() + 1e-7) * u;

@@ -1,4 +1,4 @@
-// What must hold for the whole model whatever its weights (DESIGN.md section 5.3): exact equalities between
+// What must hold for the whole model whatever its weights: exact equalities between
 // runs that should not differ, and for each of them a run that must differ.
 #include <map>
 #include <optional>

@@ -1,5 +1,5 @@
 // The whole model against PyTorch: every file of test/data/ was made by scripts/dump_reference.py, in double
-// precision from single-precision weights. DESIGN.md section 5.1: every tensor on its own, normalised error
+// precision from single-precision weights. Every tensor on its own, normalised error
 // at most 1e-5; routing exactly.
 #include <filesystem>
 #include <nlohmann/json.hpp>

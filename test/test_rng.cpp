@@ -115,7 +115,7 @@ TEST(FillNormal, DoesNotDependOnThreads) {
 }
 
 // ---------------------------------------------------------------------------------------------------
-// initial weights (DESIGN.md section 1, "Init")
+// initial weights (README.md, "Init")
 
 // All sizes differ, so that no fan-in can be taken for another; more layers than active layers.
 ModelConfig init_config(Arch arch) {

@@ -49,7 +49,7 @@ class Model {
     inference_ = carve(Use::inference);
   }
 
-  // DESIGN.md section 1, "Init": every tensor from its own stream of the seed.
+  // README.md, "Init": every tensor from its own stream of the seed.
   void initialise(uint64_t seed) {
     std::vector<float> host;  // one tensor
     for (const Parameter& p : table.entries) {

@@ -1,5 +1,5 @@
 // One optimizer step over the parameter table: global gradient-norm clipping, then Muon on the matrices and
-// AdamW on the rest (DESIGN.md section 1, "Optimizer"). The arithmetic itself is a backend's.
+// AdamW on the rest (README.md, "Optimizer"). The arithmetic itself is a backend's.
 #pragma once
 
 #include <algorithm>
