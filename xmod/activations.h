@@ -234,14 +234,19 @@ Arena measure_activations(const ModelConfig& c, int64_t B, int64_t T, Use use) {
   return arena;
 }
 
-// Refuses the layer kinds that `plan` can count but whose passes are not built.
+// Whether the passes of all its layer kinds are built; `plan` can count the others.
+inline bool has_passes(const LayerPlan& plan) {
+  return std::all_of(plan.begin(), plan.end(), [](const Layer& layer) {
+    return layer.ffn == Ffn::swiglu &&
+           layer.attention == (layer.routed ? Attention::selected : Attention::full);
+  });
+}
+
 inline void require_passes(const ModelConfig& c) {
-  for (const Layer& layer : make_layer_plan(c)) {
-    const Attention attention = layer.routed ? Attention::selected : Attention::full;
-    if (layer.ffn == Ffn::swiglu && layer.attention == attention) continue;
-    fail("--arch ", arch_name(c.arch), ": `plan` can count this architecture, but its passes are not ",
-         "built yet; train dense, mod or xmod");
-  }
+  if (has_passes(make_layer_plan(c))) return;
+  fail("--arch ", arch_name(c.arch),
+       ": `plan` can count this architecture, but its passes are not built yet; ",
+       "train dense, mod or xmod");
 }
 
 }  // namespace xmod
