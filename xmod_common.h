@@ -194,7 +194,6 @@ struct Layer {
   Ffn ffn = Ffn::swiglu;
   bool routed = false;            // a sparse layer: it has a router, and its FFN runs on selected tokens
   int64_t sparse_index = -1;      // counts the sparse layers of the model
-  int64_t interval = -1;          // counts the runs of sparse layers between dense ones
   int64_t depth_in_interval = 0;  // j: sparse layers passed in this interval before this one
 };
 
@@ -210,14 +209,13 @@ class PlanBuilder {
     depth_ = 0;
   }
   void sparse(Attention attention) {
-    if (depth_ == 0) interval_++;
-    plan_.push_back({attention, Ffn::swiglu, true, sparse_layers_++, interval_, depth_++});
+    plan_.push_back({attention, Ffn::swiglu, true, sparse_layers_++, depth_++});
   }
   LayerPlan take() { return std::move(plan_); }
 
  private:
   LayerPlan plan_;
-  int64_t sparse_layers_ = 0, interval_ = -1, depth_ = 0;
+  int64_t sparse_layers_ = 0, depth_ = 0;
 };
 
 // K sparse layers: together as much compute per token as one dense layer.

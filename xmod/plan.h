@@ -122,18 +122,6 @@ struct MemoryEstimate {
   }
 };
 
-namespace detail {
-
-// The layer kinds that xmod/activations.h knows how to carve.
-inline bool activations_known(const LayerPlan& plan) {
-  return std::all_of(plan.begin(), plan.end(), [](const Layer& layer) {
-    return layer.ffn == Ffn::swiglu &&
-           layer.attention == (layer.routed ? Attention::selected : Attention::full);
-  });
-}
-
-}  // namespace detail
-
 // Training in fp32 on batches of batch_size sequences.
 inline MemoryEstimate estimate_memory(const ModelConfig& c, int64_t batch_size,
                                       Optimizer optimizer = Optimizer::muon) {
@@ -149,7 +137,7 @@ inline MemoryEstimate estimate_memory(const ModelConfig& c, int64_t batch_size,
       {"optimizer: AdamW's second moments", second_moments * kFloat},
       {"rotary table and thresholds", (c.seq_len * c.head_dim + 2 * count_sparse(plan)) * kFloat},
   };
-  memory.activations_known = detail::activations_known(plan);
+  memory.activations_known = has_passes(plan);
   if (memory.activations_known) {
     const Arena arena = measure_activations<float>(c, batch_size, c.seq_len, Use::training);
     memory.groups.insert(memory.groups.end(), arena.groups().begin(), arena.groups().end());
