@@ -73,7 +73,7 @@ quickstart:
 	@PYTHON='$(PYTHON)' scripts/quickstart.sh
 
 format:
-	clang-format -i train_xmod.cpp *.h xmod/*.h test/*.h test/*.cpp
+	clang-format -i train_xmod.cpp *.h xmod/*.h xmod/layers/*.h test/*.h test/*.cpp
 
 clean:
 	rm -rf build train_xmod

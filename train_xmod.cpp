@@ -1,5 +1,5 @@
 // train_xmod: X-MoD on the CPU. This file is the CPU backend, every forward and backward pass as a plain
-// function in reading order, and main.
+// function in reading order (those of layers with experts stand in xmod/cpu_experts.h), and main.
 //
 // What runs the passes, and in which order, stands in xmod/model.h; the training loop in xmod/trainer.h.
 // Both are templates over the backend: another one supplies the same passes under the same signatures.
@@ -33,6 +33,7 @@
 
 #include "xmod/aligned_floats.h"
 #include "xmod/cpu_attention.h"
+#include "xmod/cpu_experts.h"
 #include "xmod/cpu_matmul.h"
 #include "xmod/cpu_rows.h"
 #include "xmod/cpu_vector.h"
@@ -41,7 +42,7 @@
 
 namespace xmod {
 
-class CpuBackend {
+class CpuBackend : public CpuExpertPasses {
  public:
   using floatX = float;  // of activations and weights inside products
   static constexpr const char* kName = "cpu";
@@ -343,14 +344,11 @@ class CpuBackend {
     for (int64_t i = 0; i < rows; i++) out[i] += static_cast<float>(mean(inp + i * columns, columns));
   }
 
-  // tau += rate * (kth_sum * scale - tau), and kth_sum = 0 for the next step.
-  void threshold_update(float* tau,      // (layers)
-                        float* kth_sum,  // (layers)
+  // tau += rate * (kth_sum * scale - tau)
+  void threshold_update(float* tau,            // (layers)
+                        const float* kth_sum,  // (layers)
                         float scale, float rate, int64_t layers) {
-    for (int64_t l = 0; l < layers; l++) {
-      tau[l] += rate * (kth_sum[l] * scale - tau[l]);
-      kth_sum[l] = 0;
-    }
+    for (int64_t l = 0; l < layers; l++) tau[l] += rate * (kth_sum[l] * scale - tau[l]);
   }
 
   // ------------------------------------------------------------------------------------------------
@@ -442,8 +440,17 @@ class CpuBackend {
                        const float* inp,     // (n, C)
                        const float* weight,  // (OC, C)
                        int64_t n, int64_t C, int64_t OC) {
-    matmul(dinp, C, stored(dout, OC), stored(weight, C), n, C, OC, matmul_scratch_);
-    matmul(dweight, C, transposed(dout, OC), stored(inp, C), OC, C, n, matmul_scratch_, {.accumulate = true});
+    matmul_gradients(dinp, dweight, dout, inp, weight, n, C, OC, {.accumulate = false});
+  }
+
+  // The same, added to dinp.
+  void matmul_add_backward(float* dinp,          // (n, C) added to
+                           float* dweight,       // (OC, C) added to
+                           const float* dout,    // (n, OC)
+                           const float* inp,     // (n, C)
+                           const float* weight,  // (OC, C)
+                           int64_t n, int64_t C, int64_t OC) {
+    matmul_gradients(dinp, dweight, dout, inp, weight, n, C, OC, {.accumulate = true});
   }
 
   // ------------------------------------------------------------------------------------------------
@@ -498,6 +505,7 @@ class CpuBackend {
     const int64_t half = hd / 2;
     auto heads_backward = [=, this](float* dweight, const float* dheads, const float* weight, int64_t first,
                                     int64_t count) {
+      if (count == 0) return;
       add_row_sums(dweight, n, hd, [=](int64_t i, float* sum) {
         const float* cosine = rope + (row[i] % T) * half;
         const float* sine = cosine + table_T * half;
@@ -521,33 +529,39 @@ class CpuBackend {
     heads_backward(dk_weight, dk, k_weight, H, KV);
   }
 
-  // Causal attention inside each sequence's rows; see xmod/cpu_attention.h.
-  void attention_forward(float* out,              // (n, H*hd)
-                         float* lse,              // (n, H)
-                         const float* q,          // (n, H*hd)
-                         const float* k,          // (n, KV*hd)
-                         const float* qkv,        // (n, (H+2KV)*hd), for v
-                         const int64_t* offsets,  // (B+1)
+  // Causal attention inside each sequence; see xmod/cpu_attention.h. A query sees the keys up to its own;
+  // without own_key queries and keys are the same rows.
+  void attention_forward(float* out,      // (nq, H*hd)
+                         float* lse,      // (nq, H)
+                         const float* q,  // (nq, H*hd)
+                         const float* k,  // (nk, KV*hd)
+                         const float* v,  // (nk, KV*hd), rows v_stride apart
+                         int64_t v_stride,
+                         const int32_t* own_key,     // (nq) row of k, or null
+                         const int64_t* q_offsets,   // (B+1)
+                         const int64_t* kv_offsets,  // (B+1)
                          int64_t B, int64_t H, int64_t KV, int64_t hd) {
-    const int64_t qkv_dim = (H + 2 * KV) * hd;
-    xmod::attention_forward(out, lse, q, k, qkv + (H + KV) * hd, qkv_dim, offsets, B, H, KV, hd,
+    xmod::attention_forward(out, lse, q, k, v, v_stride, own_key, q_offsets, kv_offsets, B, H, KV, hd,
                             attention_scratch_);
   }
 
-  void attention_backward(float* dq,               // (n, H*hd)
-                          float* dk,               // (n, KV*hd)
-                          float* dqkv,             // (n, (H+2KV)*hd) v's part written
-                          const float* dout,       // (n, H*hd)
-                          const float* q,          // (n, H*hd)
-                          const float* k,          // (n, KV*hd)
-                          const float* qkv,        // (n, (H+2KV)*hd), for v
-                          const float* out,        // (n, H*hd)
-                          const float* lse,        // (n, H)
-                          const int64_t* offsets,  // (B+1)
+  void attention_backward(float* dq,  // (nq, H*hd)
+                          float* dk,  // (nk, KV*hd)
+                          float* dv,  // (nk, KV*hd), rows dv_stride apart
+                          int64_t dv_stride,
+                          const float* dout,  // (nq, H*hd)
+                          const float* q,     // (nq, H*hd)
+                          const float* k,     // (nk, KV*hd)
+                          const float* v,     // (nk, KV*hd), rows v_stride apart
+                          int64_t v_stride,
+                          const float* out,           // (nq, H*hd)
+                          const float* lse,           // (nq, H)
+                          const int32_t* own_key,     // (nq), or null
+                          const int64_t* q_offsets,   // (B+1)
+                          const int64_t* kv_offsets,  // (B+1)
                           int64_t B, int64_t H, int64_t KV, int64_t hd) {
-    const int64_t qkv_dim = (H + 2 * KV) * hd, v_at = (H + KV) * hd;
-    xmod::attention_backward(dq, dk, dqkv + v_at, qkv_dim, dout, q, k, qkv + v_at, qkv_dim, out, lse, offsets,
-                             B, H, KV, hd, attention_scratch_);
+    xmod::attention_backward(dq, dk, dv, dv_stride, dout, q, k, v, v_stride, out, lse, own_key, q_offsets,
+                             kv_offsets, B, H, KV, hd, attention_scratch_);
   }
 
   // ------------------------------------------------------------------------------------------------
@@ -686,25 +700,10 @@ class CpuBackend {
 #endif
   }
 
-  // --- sums over rows ---
-
-  // dweight (d) += the sum over i of what visit(i, sum) adds to sum (d). Rows are summed in chunks of fixed
-  // size, and the chunks in their order.
-  template <class Visit>
-  void add_row_sums(float* dweight, int64_t n, int64_t d, Visit visit) {
-    constexpr int64_t kRows = 64;
-    const int64_t chunks = (n + kRows - 1) / kRows;
-    float* partial = row_sums_.reserve(chunks * d);  // (chunks, d)
-#pragma omp parallel for schedule(static)
-    for (int64_t c = 0; c < chunks; c++) {
-      float* sum = partial + c * d;
-      std::fill(sum, sum + d, 0.0f);
-      for (int64_t i = c * kRows; i < std::min(n, (c + 1) * kRows); i++) visit(i, sum);
-    }
-    for (int64_t c = 0; c < chunks; c++) {
-#pragma omp simd
-      for (int64_t j = 0; j < d; j++) dweight[j] += partial[c * d + j];
-    }
+  void matmul_gradients(float* dinp, float* dweight, const float* dout, const float* inp, const float* weight,
+                        int64_t n, int64_t C, int64_t OC, const MatmulUpdate& update_dinp) {
+    matmul(dinp, C, stored(dout, OC), stored(weight, C), n, C, OC, matmul_scratch_, update_dinp);
+    matmul(dweight, C, transposed(dout, OC), stored(inp, C), OC, C, n, matmul_scratch_, {.accumulate = true});
   }
 
   // --- Muon ---
@@ -766,7 +765,7 @@ class CpuBackend {
 
   MatmulScratch matmul_scratch_;
   AttentionScratch attention_scratch_;
-  AlignedFloats row_sums_, row_values_;
+  AlignedFloats row_values_;
   std::vector<MuonScratch> muon_scratch_;
 };
 

@@ -9,43 +9,41 @@ Everything is computed in fp64 from fp32 weights, and stored in fp32. Each file 
     metadata config, optimizer         JSON: config.json, and the settings of the optimizer steps
     tokens                             (B, T+1) int32: inputs are [:, :T], targets [:, 1:]
     param.<name>                       initial weights, by their names in a checkpoint
+    buffer.<name>                      initial expert biases of moe
     logits (B, T, V), loss (1)         of the initial weights, under top-k routing
-    grad.<name>, grad_norm (1)         of that loss, not clipped
+    entropy_loss (1)                   deco: sum of the layers' entropies / number of all layers
+    grad.<name>, grad_norm (1)         of loss, or deco's loss + entropy weight * entropy_loss; not clipped
     routing.<layer>, kth.<layer>       (B, C) int32 selected tokens; (1) C-th largest score, mean over B
-    step3.<name>                       weights, and thresholds of the routers, after the optimizer steps
+    experts.<layer>                    moe: (B*T, k) int32, the experts of each token, ascending
+    active.<layer>                     deco: (B*T, E) int32, 1 where an expert is active
+    step3.<name>                       weights, thresholds and expert biases after the optimizer steps
+    expert_active_ratio (3)            deco: in the forward pass of each step, the first as above
+    entropy_weight (3)                 deco: after each step; before the first it is that of config
     threshold_tau                      (sparse layers,): thresholds for a causal pass of the initial weights
     threshold_logits                   (B, T, V) of that pass
     threshold_mask.<layer>             (B, T) int32: 1 where it selected
 
 The same in fp32 PyTorch shows, tensor by tensor, the error that rounding alone makes. A seed is passed over
 when that is large (a scalar that cancels to almost nothing), or when rounding could change a selection (a
-score lies within 1e-4 of the cut).
+score lies within 1e-4 of the cut, be it of tokens or of experts).
 """
 
 import argparse
 import json
 import os
 import sys
+from dataclasses import asdict
 
 import numpy as np
 import torch
 
-from xmod_reference import Config, Trainer, XMod
+from xmod_reference import Config, OptimizerSettings, Trainer, XMod
 
 STEPS = 3
 MARGIN = 1e-4  # least distance of a score from the cut between selected and not
 ROUNDING = 2e-6  # most that fp32 PyTorch may differ from fp64, as a normalised error of a tensor
 AGREEMENT = 5e-7  # most that a fresh dump may differ from a stored one
-TRAINER = dict(
-    lr=0.01,
-    adamw_lr=0.005,
-    weight_decay=0.1,
-    momentum=0.95,
-    betas=(0.9, 0.95),
-    eps=1e-8,
-    grad_clip=1.0,
-    threshold_decay=0.99,
-)
+SETTINGS = OptimizerSettings(lr=0.01, adamw_lr=0.005)  # more than in training: three steps must show
 
 SMALL = dict(
     hidden_size=12,
@@ -58,6 +56,27 @@ SMALL = dict(
     dense_prefix=1,
 )
 A1K4 = dict(SMALL, arch="xmod", active_layers=5, token_sparsity=4, anchor_stride=1)
+MOE = dict(
+    SMALL,
+    arch="moe",
+    active_layers=2,
+    experts=5,
+    experts_per_token=2,
+    shared_experts=1,
+    expert_dim=6,
+    expert_bias_rate=0.03,
+)
+DECO = dict(
+    SMALL,
+    arch="deco",
+    active_layers=3,
+    experts=6,
+    shared_experts=1,
+    expert_dim=8,
+    active_ratio=0.44,  # the entropy weight grows twice, then shrinks
+    entropy_weight=0.1,  # that large, the gradient of the entropy matters
+    entropy_growth=1.5,
+)
 CASES = {
     "dense": dict(
         SMALL,
@@ -89,6 +108,31 @@ CASES = {
     "no_residual_gate": dict(A1K4, active_layers=3, residual_gate=False),
     "no_token_bias": dict(A1K4, active_layers=3, token_bias_strength=0.0),
     "no_dense_prefix": dict(A1K4, active_layers=4, dense_prefix=0),
+    "routed_ffn": dict(
+        SMALL,
+        arch="routed-ffn",
+        active_layers=5,
+        token_sparsity=3,
+        anchor_stride=1,
+        max_position_embeddings=22,
+    ),
+    # D SS SS D: the second unit begins with an attention too, inside the interval
+    "routed_ffn_a2k2": dict(SMALL, arch="routed-ffn", active_layers=4, token_sparsity=2, anchor_stride=2),
+    "selected_q": dict(
+        SMALL,
+        arch="selected-q",
+        active_layers=5,
+        token_sparsity=4,
+        anchor_stride=1,
+        max_position_embeddings=22,
+    ),
+    "moe": dict(MOE),
+    "moe_extremes": dict(MOE, experts=4, shared_experts=0),
+    "deco": dict(DECO),
+    # So few experts are active that the entropy weight stays at its least
+    "deco_no_shared": dict(
+        DECO, active_layers=2, dense_prefix=0, experts=4, shared_experts=0, active_ratio=0.9
+    ),
 }
 
 # ---------------------------------------------------------------------------------------------------------
@@ -136,6 +180,8 @@ def normalised_error(a, b):
 # ---------------------------------------------------------------------------------------------------------
 # One case
 
+EXPERT_BIAS = "e_score_correction_bias"
+
 
 def random_tokens(config, rng):
     B, n, V = 2, config.max_position_embeddings + 1, config.vocab_size
@@ -152,7 +198,7 @@ def random_weights(model, rng):
         normal = rng.standard_normal(p.shape)
         if "norm" in name:
             value = 1 + 0.1 * normal
-        elif name.endswith("residual_gate"):
+        elif name.endswith(("residual_gate", "expert_scale")):
             value = 0.7 + 0.2 * normal
         elif "embed_tokens" in name:
             value = normal
@@ -160,7 +206,35 @@ def random_weights(model, rng):
             value = normal / np.sqrt(p.shape[1])
             value *= 0.5 if "o_proj" in name or "down_proj" in name else 1.0  # lest depth amplify rounding
         weights[name] = torch.from_numpy(value.astype(np.float32))
+    for name, b in model.named_buffers():
+        if name.endswith(EXPERT_BIAS):
+            weights[name] = torch.from_numpy((0.1 * rng.standard_normal(b.shape)).astype(np.float32))
     return weights
+
+
+def go_to_extremes(case, weights):
+    """Experts that no token chooses, or all, as far as the case is about them."""
+    for name, value in weights.items():
+        if case == "moe_extremes" and name.endswith(EXPERT_BIAS):
+            value[1], value[2] = -10, 10
+        if case == "deco" and name.endswith("mlp.gate.weight"):
+            value[2] = 0  # its score is 0, and active is above 0
+
+
+def margin(config, output):
+    """Least distance of a score from the cut between selected and not, of tokens and of experts."""
+
+    def of_largest(score, n):
+        ranked = score.sort(dim=1, descending=True).values
+        return (ranked[:, n - 1] - ranked[:, n]).min().item()
+
+    margins = [of_largest(route.score, int(route.selected[0].sum())) for route in output.routes.values()]
+    for choice in output.choices.values():
+        if config.arch == "moe":
+            margins.append(of_largest(choice.score, int(choice.active[0].sum())))
+        else:
+            margins.append(choice.score[choice.score != 0].abs().min().item())
+    return min(margins, default=np.inf)
 
 
 def compute(config, weights, tokens, dtype, tau=None):
@@ -168,19 +242,26 @@ def compute(config, weights, tokens, dtype, tau=None):
     model = XMod(config).to(dtype)
     model.load_state_dict(weights, strict=False)  # all but the thresholds
     routers = {n: layer.router for n, layer in enumerate(model.model["layers"]) if hasattr(layer, "router")}
-    trainer = Trainer(model, **TRAINER)
+    trainer = Trainer(model, SETTINGS)
     inputs, targets = tokens[:, :-1], tokens[:, 1:]
-    out, margins = {}, [np.inf]
+    out, margins = {}, []
 
     output = model(inputs, targets)
-    output.loss.backward()
+    trainer.objective(output).backward()
     grads = {name: p.grad for name, p in model.named_parameters()}
     out["logits"] = output.logits
     out["loss"] = output.loss.reshape(1)
+    if config.arch == "deco":
+        out["entropy_loss"] = output.entropy.reshape(1)
     out["grad_norm"] = torch.stack([g.square().sum() for g in grads.values()]).sum().sqrt().reshape(1)
     for n, route in output.routes.items():
         out[f"routing.{n}"] = torch.stack([row.nonzero().squeeze(1) for row in route.selected])
         out[f"kth.{n}"] = route.kth_score.mean().reshape(1)
+    for n, choice in output.choices.items():
+        if config.arch == "moe":
+            out[f"experts.{n}"] = torch.stack([row.nonzero().squeeze(1) for row in choice.active])
+        else:
+            out[f"active.{n}"] = choice.active.int()
     out.update({f"grad.{name}": g for name, g in grads.items()})
 
     if routers:
@@ -196,13 +277,17 @@ def compute(config, weights, tokens, dtype, tau=None):
             margins.append((route.score - routers[n].threshold).abs().min().item())
             routers[n].threshold.zero_()
 
+    active_ratios, entropy_weights = [], []
     for _ in range(STEPS):
         output, _ = trainer.step(inputs, targets)
-        for route in output.routes.values():
-            ranked = route.score.sort(dim=1, descending=True).values
-            C = int(route.selected[0].sum())
-            margins.append((ranked[:, C - 1] - ranked[:, C]).min().item())
+        margins.append(margin(config, output))
+        if config.arch == "deco":
+            active_ratios.append(output.active_ratio())
+            entropy_weights.append(trainer.entropy_weight)
     out.update({f"step{STEPS}.{name}": value for name, value in model.state_dict().items()})
+    if config.arch == "deco":
+        out["expert_active_ratio"] = torch.tensor(active_ratios)
+        out["entropy_weight"] = torch.tensor(entropy_weights)
     return {name: value.detach().clone().numpy() for name, value in out.items()}, min(margins)
 
 
@@ -224,15 +309,16 @@ def rounding_errors(config, weights, tokens, exact, rng):
     }
 
 
-def dump(settings, seeds, most_rounding):
+def dump(case, seeds, most_rounding):
     """Tensors and metadata of one case, and the rounding error of each tensor; None if no seed is good."""
-    config = Config(**settings)
+    config = Config(**CASES[case])
     for seed in seeds:
         rng = np.random.RandomState(seed)  # a stream that NumPy promises never to change
         tokens = random_tokens(config, rng)
         weights = random_weights(XMod(config), rng)
-        exact, margin = compute(config, weights, tokens, torch.float64)
-        if margin < MARGIN:
+        go_to_extremes(case, weights)
+        exact, least_margin = compute(config, weights, tokens, torch.float64)
+        if least_margin < MARGIN:
             continue
         errors = rounding_errors(config, weights, tokens, exact, rng)
         if max(errors.values()) < most_rounding:
@@ -241,10 +327,11 @@ def dump(settings, seeds, most_rounding):
         return None
 
     tensors = {"tokens": tokens.numpy().astype(np.int32)}
-    tensors.update({f"param.{name}": value.numpy() for name, value in weights.items()})
+    for name, value in weights.items():
+        tensors[("buffer." if name.endswith(EXPERT_BIAS) else "param.") + name] = value.numpy()
     for name, value in exact.items():
         tensors[name] = value.astype(np.float32 if value.dtype.kind == "f" else np.int32)
-    optimizer = dict(TRAINER, optimizer="muon", steps=STEPS)
+    optimizer = dict(asdict(SETTINGS), optimizer="muon", steps=STEPS)
     metadata = dict(config=config.to_json(), optimizer=json.dumps(optimizer), seed=str(seed))
     return tensors, metadata, errors
 
@@ -305,9 +392,9 @@ def main():
     complaints = []
     for name in args.cases:
         if args.check:  # how fp32 rounds depends on the BLAS; it served to choose the seed, and that is stored
-            result = dump(CASES[name], [int(stored(name, args.check)[1]["seed"])], np.inf)
+            result = dump(name, [int(stored(name, args.check)[1]["seed"])], np.inf)
         else:
-            result = dump(CASES[name], range(1000), ROUNDING)
+            result = dump(name, range(1000), ROUNDING)
         if result is None:
             complaints.append(f"{name}: rounding decides with every seed that was tried")
             continue

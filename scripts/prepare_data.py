@@ -11,8 +11,10 @@ int32 (magic, version, number of tokens), then the tokens: uint16 where the voca
 version 1), else uint32 (magic 20240801, version 7). All files appear together when all of them are complete.
 
 Validation text: the last part of every file, cut at the beginning of a line, so it has the same mixture as
-the training text and shares nothing with it. BPE tokenizers put their end-of-text token before each file's
-part; bytes have no such token. A BPE is trained on the training text only.
+the training text and shares nothing with it. One file of many books would have its last books there: with
+--val-pieces 50 it is cut into 50 stretches of equal length, and the last part of each is validation text. BPE
+tokenizers put their end-of-text token before each part; bytes have no such token. A BPE is trained on the
+training text only.
 
 Folders are searched for text files, except hidden names (.git and so on) and files with a zero byte in their
 first 8 KiB; a file that is named itself is always taken.
@@ -90,6 +92,8 @@ def parse_arguments():
                         help="for gpt2 and cl100k: a local .tiktoken rank file, else tiktoken downloads one")
     parser.add_argument("--val-fraction", type=float, default=0.1, metavar="F",
                         help="part of each file kept for validation, from its end (default 0.1; 0 for none)")
+    parser.add_argument("--val-pieces", type=int, default=1, metavar="N",
+                        help="cut each file into N equal stretches and keep the end of each (default 1: of the file)")
     parser.add_argument("--shard-tokens", type=int, default=100_000_000, metavar="N",
                         help="tokens per shard (default 100000000); a short last one joins the one before")
     parser.add_argument("--extensions", type=lambda text: re.split(r"[ ,]+", text.strip(" ,")), metavar="LIST",
@@ -98,6 +102,8 @@ def parse_arguments():
     arguments = parser.parse_args()
     if not 0 <= arguments.val_fraction < 1:
         parser.error(f"--val-fraction {arguments.val_fraction}: expected 0 or more and less than 1")
+    if arguments.val_pieces < 1:
+        parser.error(f"--val-pieces {arguments.val_pieces}: expected 1 (the end of each file) or more")
     if not 1 <= arguments.shard_tokens <= LARGEST_SHARD:
         parser.error(f"--shard-tokens {arguments.shard_tokens}: expected 1 to {LARGEST_SHARD}")
     if arguments.vocab_size is not None and arguments.tokenizer != "bpe":
@@ -135,8 +141,8 @@ def count(number, noun):
 # --------------------------------------------------------------------------------------------- input
 
 
-# The bytes [0, cut) of a file are for training, [cut, size) for validation.
-Document = collections.namedtuple("Document", "path size cut")
+Document = collections.namedtuple("Document", "path size pieces")
+Piece = collections.namedtuple("Piece", "begin cut end")  # bytes [begin, cut) for training, [cut, end) for validation
 
 
 def find_documents(arguments):
@@ -157,7 +163,7 @@ def find_documents(arguments):
         if arguments.tokenizer != "bytes" and is_binary(path):
             raise UserError(f"{path}: not text, there is a zero byte in it; convert it to UTF-8 (iconv -t utf-8) "
                             "or use --tokenizer bytes")
-        documents.append(Document(path, size, split_point(path, size, arguments.val_fraction)))
+        documents.append(Document(path, size, cut_pieces(path, size, arguments.val_pieces, arguments.val_fraction)))
     total = sum(document.size for document in documents)
     reasons = ", ".join(f"{number:,} {reason}" for reason, number in skipped.items() if number)
     note = f", skipped {reasons}" if reasons else ""
@@ -208,22 +214,31 @@ def is_binary(path):
         return b"\0" in file.read(SNIFF_BYTES)
 
 
-def split_point(path, size, val_fraction):
-    """Where validation begins: at a line if one begins shortly before, else at least at a character."""
-    cut = size - int(size * val_fraction)
-    if cut == size:
-        return size
-    window = min(cut, LINE_WINDOW)
+def cut_pieces(path, size, number, val_fraction):
+    """Stretches of equal length, each with its validation text at its end."""
+    pieces, begin = [], 0
+    for i in range(1, number + 1):
+        end = size if i == number else safe_place(path, begin, size * i // number)
+        val_bytes = int((end - begin) * val_fraction)
+        cut = safe_place(path, begin, end - val_bytes) if val_bytes else end
+        pieces.append(Piece(begin, cut, end))
+        begin = end
+    return pieces
+
+
+def safe_place(path, lowest, place):
+    """Where to cut near a place: at a line if one begins shortly before, else at least at a character."""
+    window = min(place - lowest, LINE_WINDOW)
     with open(path, "rb") as file:
-        file.seek(cut - window)
+        file.seek(place - window)
         before, at = file.read(window), file.read(1)
     line = before.rfind(b"\n") + 1
     if line > 0:
-        return cut - window + line
+        return place - window + line
     while at and 0x80 <= at[0] < 0xC0 and before:  # a continuation byte of UTF-8
         before, at = before[:-1], before[-1:]
-        cut -= 1
-    return cut
+        place -= 1
+    return place
 
 
 def byte_chunks(document, begin, end, progress):
@@ -391,10 +406,11 @@ def trained_tokenizer(vocab_size, documents):
     trainer = tokenizers.trainers.BpeTrainer(
         vocab_size=vocab_size - 1, special_tokens=[], max_token_length=LONGEST_TOKEN,
         initial_alphabet=tokenizers.pre_tokenizers.ByteLevel.alphabet(), show_progress=sys.stderr.isatty())
-    progress = Progress("reading words", sum(document.cut for document in documents))
+    parts = [(document, piece) for document in documents for piece in document.pieces]
+    progress = Progress("reading words", sum(piece.cut - piece.begin for _, piece in parts))
     reader = TextReader()
-    model.train_from_iterator(
-        (text for document in documents for text in reader.chunks(document, 0, document.cut, progress)), trainer)
+    model.train_from_iterator((text for document, piece in parts
+                               for text in reader.chunks(document, piece.begin, piece.cut, progress)), trainer)
     progress.finish()
     byte_of = {character: byte for byte, character in enumerate(printable_bytes())}
     vocabulary = model.get_vocab()
@@ -416,8 +432,8 @@ def printable_bytes():
 
 def encode_documents(documents, tokenizer, train, val):
     progress = Progress("encoding", sum(document.size for document in documents))
-    parts = [(document, writer, begin, end) for document in documents
-             for writer, begin, end in ((train, 0, document.cut), (val, document.cut, document.size)) if begin < end]
+    parts = [(document, writer, begin, end) for document in documents for piece in document.pieces
+             for writer, begin, end in ((train, piece.begin, piece.cut), (val, piece.cut, piece.end)) if begin < end]
     if isinstance(tokenizer, ByteTokenizer):
         for document, writer, begin, end in parts:
             for chunk in byte_chunks(document, begin, end, progress):

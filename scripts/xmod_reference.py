@@ -1,7 +1,7 @@
 """X-MoD in PyTorch, written to be read: what the C++ and CUDA trainer computes, in its shortest form.
 
     model = XMod(Config(arch="xmod", active_layers=8, token_sparsity=4, anchor_stride=1))
-    output = model(tokens, targets)            # output.logits, output.loss, output.routes
+    output = model(tokens, targets)            # output.logits, output.loss, output.routes, output.choices
 
 The names of the tensors are those of our checkpoints, so `model.load_state_dict` takes them as they are.
 Runs with PyTorch >= 1.13. scripts/dump_reference.py turns it into the files that the C++ tests compare with,
@@ -22,6 +22,13 @@ from torch.nn import functional as F
 # ---------------------------------------------------------------------------------------------------------
 # Configuration and layer plan
 
+UNIT_ARCHS = ("xmod", "routed-ffn", "selected-q")
+EXPERT_ARCHS = ("moe", "deco")
+EXPERT_KEYS = (  # of the configuration, which only these know
+    "experts experts_per_token shared_experts expert_dim expert_bias_rate "
+    "active_ratio entropy_weight entropy_growth"
+).split()
+
 
 @dataclass
 class Config:
@@ -37,7 +44,7 @@ class Config:
     rope_theta: float = 10000.0
     rms_norm_eps: float = 1e-6
 
-    arch: str = "xmod"  # dense | mod | xmod
+    arch: str = "xmod"  # dense | mod | xmod | routed-ffn | selected-q | moe | deco
     active_layers: int = 8  # dense layers + sparse layers / K: what a token passes through
     dense_prefix: int = 2  # P
     token_sparsity: int = 4  # K: a sparse layer processes 1/K of the tokens
@@ -47,13 +54,20 @@ class Config:
     residual_gate_init: float = 1.0
     token_bias_strength: float = 1.0  # gamma; 0 for no token-choice bias
 
+    experts: int = 0  # E: routed experts of each layer
+    experts_per_token: int = 0  # k (moe)
+    shared_experts: int = 0  # s: experts beside them that every token passes (deco: one, s times as wide)
+    expert_dim: int = 0  # de: width of an expert
+    expert_bias_rate: float = 1e-3  # moe: how fast the bias evens out the loads; 0 for not at all
+    active_ratio: float = 0.2  # deco: the share of active experts that the entropy term steers to
+    entropy_weight: float = 1e-8  # deco: the weight that the term begins with, and its least
+    entropy_growth: float = 1.002  # deco: the factor by which the weight changes each step
+
     layer_pattern: str = ""  # both are derived from the above; a value that contradicts it is refused
     num_hidden_layers: int = 0
 
     def __post_init__(self):
-        if self.arch == "dense":
-            self.residual_gate, self.token_bias_strength = False, 0.0
-        if self.arch == "mod":  # plain Mixture-of-Depths has the router, but neither the gate nor the bias
+        if self.arch not in UNIT_ARCHS:  # mod: plain Mixture-of-Depths has the router, but neither of these
             self.residual_gate, self.token_bias_strength = False, 0.0
         plan = layer_plan(self)
         if self.layer_pattern not in ("", plan):
@@ -72,6 +86,9 @@ class Config:
 
     def to_json(self):
         dense = self.arch == "dense"
+        settings = asdict(self)
+        if self.arch not in EXPERT_ARCHS:
+            settings = {key: value for key, value in settings.items() if key not in EXPERT_KEYS}
         return json.dumps(
             dict(
                 architectures=["Qwen3ForCausalLM" if dense else "XModForCausalLM"],
@@ -80,7 +97,7 @@ class Config:
                 hidden_act="silu",
                 attention_bias=False,
                 torch_dtype="float32",
-                **asdict(self),
+                **settings,
             )
         )
 
@@ -88,16 +105,17 @@ class Config:
 def layer_plan(config):
     """The model as a string, one letter a layer: D dense (all tokens), S sparse (one token in K)."""
     active, K, A = config.active_layers, config.token_sparsity, config.anchor_stride
-    if config.arch == "dense":
+    if config.arch == "dense" or config.arch in EXPERT_ARCHS:
         return "D" * active
     if config.arch == "mod":  # D S D S ... D: the largest n with (n + 1) + n/K <= active
         n = (active - 1) * K // (K + 1)
         return "DS" * n + "D"
-    if config.arch == "xmod":  # a prefix, then units of one active layer each: an anchor or K sparse layers
+    if config.arch in UNIT_ARCHS:  # a prefix, then units of one active layer each: an anchor or K sparse ones
         units = active - config.dense_prefix
         is_anchor = [config.anchors and (u % (A + 1) == 0 or u == units) for u in range(1, units + 1)]
         return "D" * config.dense_prefix + "".join("D" if anchor else "S" * K for anchor in is_anchor)
-    raise ValueError(f"config: arch is {config.arch!r}, expected dense, mod or xmod")
+    known = ", ".join(("dense", "mod") + UNIT_ARCHS + EXPERT_ARCHS)
+    raise ValueError(f"config: arch is {config.arch!r}, expected one of {known}")
 
 
 # ---------------------------------------------------------------------------------------------------------
@@ -134,12 +152,21 @@ def apply_rope(x, rope):
     return x * cos + x.roll(x.size(-1) // 2, dims=-1) * sin
 
 
+def masked_attention(q, k, v, hidden):
+    """Each row of q looks at the rows of k and v, but for those that the mask `hidden` names."""
+    score = (q / math.sqrt(q.size(-1))) @ k.transpose(-2, -1)
+    return score.masked_fill(hidden, -math.inf).softmax(-1) @ v
+
+
 def causal_attention(q, k, v):
     """Row i of q (B, H, n, hd) looks at the rows 0..i of k and v (B, H, n, hd)."""
-    n, hd = q.shape[-2:]
-    future = torch.ones(n, n, dtype=torch.bool, device=q.device).triu(1)
-    score = (q / math.sqrt(hd)) @ k.transpose(-2, -1)
-    return score.masked_fill(future, -math.inf).softmax(-1) @ v
+    n = q.size(-2)
+    return masked_attention(q, k, v, torch.ones(n, n, dtype=torch.bool, device=q.device).triu(1))
+
+
+def take(x, index):
+    """The rows `index` (B, C) of each sequence of x (B, n, d): (B, C, d)."""
+    return x.gather(1, index.unsqueeze(-1).expand(-1, -1, x.size(-1)))
 
 
 class Attention(nn.Module):
@@ -156,16 +183,21 @@ class Attention(nn.Module):
         self.q_norm = RMSNorm(self.hd, config.rms_norm_eps)
         self.k_norm = RMSNorm(self.hd, config.rms_norm_eps)
 
-    def forward(self, x, rope):
-        B, n, _ = x.shape
-        q = self.q_proj(x).view(B, n, self.H, self.hd).transpose(1, 2)
-        k = self.k_proj(x).view(B, n, self.KV, self.hd).transpose(1, 2)
-        v = self.v_proj(x).view(B, n, self.KV, self.hd).transpose(1, 2)
-        q, k = apply_rope(self.q_norm(q), rope), apply_rope(self.k_norm(k), rope)
+    def forward(self, x, rope, index=None):
+        """x (B, n, d) to (B, n, d); or to (B, C, d) if only the rows `index` (B, C) ask."""
+        asking, q_rope = (x, rope) if index is None else (take(x, index), rope[:, 0, index])
+        q = self.q_proj(asking).unflatten(-1, (self.H, self.hd)).transpose(1, 2)
+        k = self.k_proj(x).unflatten(-1, (self.KV, self.hd)).transpose(1, 2)
+        v = self.v_proj(x).unflatten(-1, (self.KV, self.hd)).transpose(1, 2)
+        q, k = apply_rope(self.q_norm(q), q_rope), apply_rope(self.k_norm(k), rope)
         group = self.H // self.KV  # query head h uses key/value head h // group
         k, v = k.repeat_interleave(group, dim=1), v.repeat_interleave(group, dim=1)
-        y = causal_attention(q, k, v)
-        return self.o_proj(y.transpose(1, 2).reshape(B, n, self.H * self.hd))
+        if index is None:
+            y = causal_attention(q, k, v)
+        else:
+            later = torch.arange(x.size(1), device=x.device) > index.unsqueeze(-1)  # (B, C, n)
+            y = masked_attention(q, k, v, later.unsqueeze(1))
+        return self.o_proj(y.transpose(1, 2).flatten(2))
 
 
 class SwiGLU(nn.Module):
@@ -180,19 +212,112 @@ class SwiGLU(nn.Module):
 
 
 # ---------------------------------------------------------------------------------------------------------
+# FFNs with experts
+
+
+def at_least_fp32(x):
+    return x.to(torch.promote_types(x.dtype, torch.float32))
+
+
+@dataclass
+class Choice:
+    """What an FFN with experts decided in its last pass, n = B * T."""
+
+    score: torch.Tensor  # (n, E): moe sigmoid + bias, deco the router logit s
+    active: torch.Tensor  # (n, E) bool
+    entropy: torch.Tensor = 0.0  # deco: H, the mean over tokens
+
+
+class ExpertRouter(nn.Module):
+    """Scores the experts by W_r x, in fp32 at least."""
+
+    def __init__(self, config):
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(config.experts, config.hidden_size))
+
+    def forward(self, x):
+        x = at_least_fp32(x)
+        return x @ self.weight.to(x.dtype).T
+
+
+class MoE(nn.Module):
+    """y = the shared experts + the k routed ones of the largest sigmoid(W_r x) + bias, in the proportions of
+    their sigmoids. The bias takes part in the choice only, and only the trainer moves it."""
+
+    def __init__(self, config):
+        super().__init__()
+        self.k = config.experts_per_token
+        self.gate = ExpertRouter(config)
+        self.gate.register_buffer("e_score_correction_bias", torch.zeros(config.experts))
+        d, de = config.hidden_size, config.expert_dim
+        self.experts = nn.ModuleList(SwiGLU(d, de) for _ in range(config.experts))
+        self.shared_experts = nn.ModuleList(SwiGLU(d, de) for _ in range(config.shared_experts))
+
+    def forward(self, x):
+        x, shape = x.flatten(0, -2), x.shape  # (n, d)
+        p = self.gate(x).sigmoid()  # (n, E)
+        score = p.detach() + self.gate.e_score_correction_bias
+        order = score.sort(descending=True, stable=True).indices  # stable: ties to the lower expert
+        active = torch.zeros_like(score, dtype=torch.bool).scatter(1, order[:, : self.k], True)
+        weight = p * active / (p * active).sum(1, keepdim=True)
+        y = torch.zeros_like(x)
+        for shared in self.shared_experts:
+            y = y + shared(x)
+        for e, expert in enumerate(self.experts):
+            rows = active[:, e].nonzero().squeeze(1)
+            y = y.index_add(0, rows, (weight[rows, e, None] * expert(x[rows])).to(y.dtype))
+        self.choice = Choice(score, active)
+        return y.view(shape)
+
+
+class Deco(nn.Module):
+    """y = a shared SwiGLU + sum over e of scale_e ReLU(s_e) W_down,e silu(norm(u_e - mean(u))), where
+    s = W_r x and u = W_up x. Expert e is active where s_e > 0; the mean goes over all, active or not."""
+
+    def __init__(self, config):
+        super().__init__()
+        d, de = config.hidden_size, config.expert_dim
+        self.gate = ExpertRouter(config)
+        self.expert_scale = nn.Parameter(torch.ones(config.experts))
+        self.expert_norm = RMSNorm(de, config.rms_norm_eps)
+        self.experts = nn.ModuleList(
+            nn.ModuleDict(dict(up_proj=nn.Linear(d, de, bias=False), down_proj=nn.Linear(de, d, bias=False)))
+            for _ in range(config.experts)
+        )
+        self.shared_expert = None
+        if config.shared_experts:
+            self.shared_expert = SwiGLU(d, config.shared_experts * de)
+
+    def forward(self, x):
+        x, shape = x.flatten(0, -2), x.shape  # (n, d)
+        s = self.gate(x)  # (n, E)
+        p = F.relu(s)
+        u = torch.stack([expert["up_proj"](x) for expert in self.experts], dim=1)  # (n, E, de)
+        a = F.silu(self.expert_norm(u - u.mean((1, 2), keepdim=True)))
+        weight = (self.expert_scale * p).to(x.dtype)
+        y = torch.zeros_like(x) if self.shared_expert is None else self.shared_expert(x)
+        for e, expert in enumerate(self.experts):
+            y = y + weight[:, e, None] * expert["down_proj"](a[:, e])
+        q = p / (p.sum(1, keepdim=True) + 1e-5)
+        self.choice = Choice(s.detach(), s.detach() > 0, -(q * (q + 1e-5).log()).sum(1).mean())
+        return y.view(shape)
+
+
+# ---------------------------------------------------------------------------------------------------------
 # Layers: which rows of the residual stream x (B, T, d) a block updates, and by how much
 
 
 class DenseLayer(nn.Module):
     """x += Block(x) - x, every token."""
 
-    def __init__(self, config):
+    def __init__(self, config, mlp, attends=True):
         super().__init__()
         self.config = config
-        self.input_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
-        self.self_attn = Attention(config)
+        if attends:
+            self.input_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
+            self.self_attn = Attention(config)
         self.post_attention_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
-        self.mlp = SwiGLU(config.hidden_size, config.intermediate_size)
+        self.mlp = mlp
 
     def update(self, x, rope):
         """What the block adds to the rows x (B, n, d), which attend to one another only."""
@@ -213,7 +338,7 @@ class Router(nn.Module):
         self.register_buffer("threshold", torch.zeros(1))
 
     def forward(self, x):
-        x = x.to(torch.promote_types(x.dtype, torch.float32))
+        x = at_least_fp32(x)
         return (rmsnorm(x, self.eps) @ self.weight.to(x.dtype).T).squeeze(-1)  # (B, T)
 
 
@@ -229,8 +354,8 @@ class Route:
 class SparseLayer(DenseLayer):
     """x_t += alpha * 2 sigmoid(s_t) * (Block(x_S) - x_S)_t for the selected tokens S; the others rest."""
 
-    def __init__(self, config):
-        super().__init__(config)
+    def __init__(self, config, mlp, attends=True):
+        super().__init__(config, mlp, attends)
         self.router = Router(config)
         if config.residual_gate:
             self.residual_gate = nn.Parameter(torch.ones(1))  # alpha
@@ -256,13 +381,35 @@ class SparseLayer(DenseLayer):
         return x, Route(u, selected, ranked[:, C - 1])
 
     def update_selected(self, x, s, index, rope):
-        """The tokens `index` (B, C) keep the rope angles of their original positions."""
         rows = index.unsqueeze(-1).expand(-1, -1, x.size(-1))  # (B, C, d)
-        update = self.update(x.gather(1, rows), rope[:, 0, index])
         gate = 2 * torch.sigmoid(s.gather(1, index))
         if self.config.residual_gate:
             gate = gate * self.residual_gate
-        return x.scatter_add(1, rows, (gate.unsqueeze(-1) * update).to(x.dtype))
+        return x.scatter_add(1, rows, (gate.unsqueeze(-1) * self.update_at(x, index, rope)).to(x.dtype))
+
+    def update_at(self, x, index, rope):
+        """The tokens `index` (B, C) see one another, and keep the rope angles of their original positions."""
+        return self.update(take(x, index), rope[:, 0, index])
+
+
+class SelectedQLayer(SparseLayer):
+    """The selected tokens see every earlier token, selected or not: keys and values come from all of them."""
+
+    def update_at(self, x, index, rope):
+        attention = self.self_attn(self.input_layernorm(x), rope, index)
+        return attention + self.mlp(self.post_attention_layernorm(take(x, index) + attention))
+
+
+class RoutedFFNLayer(SparseLayer):
+    """Only the FFN is routed. The first layer of a unit has an attention of all tokens before it."""
+
+    def forward(self, x, rope, bias, routing):
+        if hasattr(self, "self_attn"):
+            x = x + self.self_attn(self.input_layernorm(x), rope)
+        return super().forward(x, rope, bias, routing)
+
+    def update_at(self, x, index, rope):
+        return self.mlp(self.post_attention_layernorm(take(x, index)))
 
 
 class TokenBalance:
@@ -289,24 +436,48 @@ class TokenBalance:
 # The model
 
 
+def make_layers(config):
+    """The kinds of layers that the architecture puts at the letters of its plan."""
+    sparse_kind = {"selected-q": SelectedQLayer, "routed-ffn": RoutedFFNLayer}.get(config.arch, SparseLayer)
+    layers, depth = [], 0  # sparse layers since the last dense one
+    for number, letter in enumerate(config.layer_pattern):
+        if config.arch == "moe":
+            mlp = MoE(config)
+        elif config.arch == "deco" and number >= config.dense_prefix:
+            mlp = Deco(config)
+        else:
+            mlp = SwiGLU(config.hidden_size, config.intermediate_size)
+        if letter == "D":
+            layers.append(DenseLayer(config, mlp))
+            depth = 0
+        else:
+            first_of_unit = depth % config.token_sparsity == 0
+            layers.append(sparse_kind(config, mlp, attends=first_of_unit or config.arch != "routed-ffn"))
+            depth += 1
+    return layers
+
+
 @dataclass
 class Output:
     logits: torch.Tensor  # (B, T, V)
     loss: torch.Tensor = None  # mean cross-entropy, if targets were given
-    routes: dict = field(default_factory=dict)  # layer number -> Route
+    entropy: torch.Tensor = 0.0  # deco: sum of the layers' H / number of layers, dense ones included
+    routes: dict = field(default_factory=dict)  # number of a sparse layer -> Route
+    choices: dict = field(default_factory=dict)  # number of a layer with experts -> Choice
+
+    def active_ratio(self):
+        """The share of active ones among all pairs of a token and an expert."""
+        return torch.cat([choice.active for choice in self.choices.values()]).double().mean().item()
 
 
 class XMod(nn.Module):
-    LAYERS = {"D": DenseLayer, "S": SparseLayer}  # by letter of the plan
-
     def __init__(self, config, seed=0):
         super().__init__()
         self.config = config
-        layers = [self.LAYERS[letter](config) for letter in config.layer_pattern]
         self.model = nn.ModuleDict(
             dict(
                 embed_tokens=nn.Embedding(config.vocab_size, config.hidden_size),  # also the output head
-                layers=nn.ModuleList(layers),
+                layers=nn.ModuleList(make_layers(config)),
                 norm=RMSNorm(config.hidden_size, config.rms_norm_eps),
             )
         )
@@ -319,9 +490,13 @@ class XMod(nn.Module):
         for name, p in self.named_parameters():
             if name.endswith("residual_gate"):
                 p.fill_(self.config.residual_gate_init)
+            elif name.endswith("expert_scale"):
+                p.fill_(0.1)
             elif "embed_tokens" in name:
                 p.normal_(0, 0.02, generator=generator)
-            elif "router" in name:
+            elif "mlp.gate." in name and self.config.arch == "deco":
+                p.normal_(0, 0.01, generator=generator)
+            elif "router." in name or "mlp.gate." in name:
                 p.normal_(0, 0.5 / math.sqrt(p.size(1)), generator=generator)
             elif p.dim() == 2:
                 std = 1 / math.sqrt(p.size(1))
@@ -334,16 +509,19 @@ class XMod(nn.Module):
         embedding = self.model["embed_tokens"]
         x = embedding(tokens)
         rope = rope_table(self.config, tokens.size(1), like=x)
-        routes, balance = {}, TokenBalance(self.config)
+        routes, choices, balance = {}, {}, TokenBalance(self.config)
         for number, layer in enumerate(self.model["layers"]):
             if isinstance(layer, SparseLayer):
                 x, routes[number] = layer(x, rope, balance.bias(), routing)
                 balance.add(routes[number].selected)
             else:
                 x, balance = layer(x, rope), TokenBalance(self.config)
+            if isinstance(layer.mlp, (MoE, Deco)):
+                choices[number] = layer.mlp.choice
         logits = F.linear(self.model["norm"](x), embedding.weight)
         loss = None if targets is None else F.cross_entropy(logits.flatten(0, 1), targets.flatten())
-        return Output(logits, loss, routes)
+        entropy = sum(choice.entropy for choice in choices.values()) / self.config.num_hidden_layers
+        return Output(logits, loss, entropy, routes, choices)
 
 
 # ---------------------------------------------------------------------------------------------------------
@@ -364,7 +542,7 @@ def newton_schulz(U):
 class Muon(torch.optim.Optimizer):
     """Momentum, orthogonalised: a matrix moves by 0.2 sqrt(max(rows, cols)) times a near-orthogonal one."""
 
-    def __init__(self, params, lr, momentum=0.95, weight_decay=0.0):
+    def __init__(self, params, lr, momentum, weight_decay):
         super().__init__(params, dict(lr=lr, momentum=momentum, weight_decay=weight_decay))
 
     @torch.no_grad()
@@ -383,49 +561,76 @@ class Muon(torch.optim.Optimizer):
                     p.sub_(direction, alpha=group["lr"] * 0.2 * math.sqrt(max(rows, cols)))
 
 
-class Trainer:
-    """Muon on the hidden matrices; AdamW on embedding, norms, routers and gates, of which only the embedding
-    decays; gradients clipped by their global norm; thresholds that follow the C-th largest scores."""
+@dataclass
+class OptimizerSettings:
+    lr: float = 3.2e-3  # Muon's
+    adamw_lr: float = 3.2e-3
+    weight_decay: float = 0.1
+    momentum: float = 0.95  # Muon's
+    betas: tuple = (0.9, 0.95)  # AdamW's
+    eps: float = 1e-8
+    grad_clip: float = 1.0
+    threshold_decay: float = 0.99
 
-    def __init__(
-        self,
-        model,
-        lr=3.2e-3,
-        adamw_lr=3.2e-3,
-        weight_decay=0.1,
-        momentum=0.95,
-        betas=(0.9, 0.95),
-        eps=1e-8,
-        grad_clip=1.0,
-        threshold_decay=0.99,
-    ):
+
+class Trainer:
+    """Muon on the hidden matrices; AdamW on embedding, norms, routers, gates and scales, of which only the
+    embedding decays; gradients clipped by their global norm. Three things move without a gradient: thresholds
+    with the C-th largest scores, expert biases with the loads, the entropy weight with the active share."""
+
+    def __init__(self, model, settings=OptimizerSettings()):
         hidden, embedding, rest = [], [], []
         for name, p in model.named_parameters():
             (hidden if "_proj." in name else embedding if "embed_tokens." in name else rest).append(p)
         adamw_groups = [
-            dict(params=embedding, weight_decay=weight_decay),
+            dict(params=embedding, weight_decay=settings.weight_decay),
             dict(params=rest, weight_decay=0.0),
         ]
-        self.muon = Muon(hidden, lr, momentum, weight_decay)
-        self.adamw = torch.optim.AdamW(adamw_groups, adamw_lr, betas, eps)
-        self.model, self.grad_clip, self.threshold_decay, self.steps = model, grad_clip, threshold_decay, 0
+        self.muon = Muon(hidden, settings.lr, settings.momentum, settings.weight_decay)
+        self.adamw = torch.optim.AdamW(adamw_groups, settings.adamw_lr, settings.betas, settings.eps)
+        self.model, self.settings, self.steps = model, settings, 0
+        self.entropy_weight = model.config.entropy_weight  # lambda
+
+    def objective(self, output):
+        return output.loss + self.entropy_weight * output.entropy
 
     def step(self, tokens, targets):
         """One optimizer step; returns the Output of its forward pass and the unclipped gradient's norm."""
         self.model.zero_grad(set_to_none=True)
         output = self.model(tokens, targets)
-        output.loss.backward()
-        grad_norm = nn.utils.clip_grad_norm_(self.model.parameters(), self.grad_clip)
+        self.objective(output).backward()
+        grad_norm = nn.utils.clip_grad_norm_(self.model.parameters(), self.settings.grad_clip)
         self.muon.step()
         self.adamw.step()
         self.steps += 1
         self.update_thresholds(output.routes)
+        if self.model.config.arch == "moe":
+            self.update_expert_biases(output.choices)
+        if self.model.config.arch == "deco":
+            self.update_entropy_weight(output.active_ratio())
         return output, grad_norm
 
     @torch.no_grad()
     def update_thresholds(self, routes):
         """Exponential moving average; dividing by 1 - decay^n makes it a plain mean in the beginning."""
-        weight = (1 - self.threshold_decay) / (1 - self.threshold_decay**self.steps)
+        decay = self.settings.threshold_decay
+        weight = (1 - decay) / (1 - decay**self.steps)
         for number, route in routes.items():
             threshold = self.model.model["layers"][number].router.threshold
             threshold.lerp_(route.kth_score.mean().to(threshold.dtype), weight)
+
+    @torch.no_grad()
+    def update_expert_biases(self, choices):
+        """An expert with more tokens than the mean becomes a little harder to choose, and vice versa."""
+        for number, choice in choices.items():
+            bias = self.model.model["layers"][number].mlp.gate.e_score_correction_bias
+            load = choice.active.sum(0).to(bias.dtype)  # (E,)
+            bias.add_((load.mean() - load).sign(), alpha=self.model.config.expert_bias_rate)
+
+    def update_entropy_weight(self, active_ratio):
+        """Grows while more experts than wanted are active; else shrinks, as far as where it began."""
+        config = self.model.config
+        if active_ratio > config.active_ratio:
+            self.entropy_weight *= config.entropy_growth
+        else:
+            self.entropy_weight = max(self.entropy_weight / config.entropy_growth, config.entropy_weight)

@@ -131,9 +131,8 @@ class Guarded {
       : be_(be),
         size_(static_cast<int64_t>(values.size())),
         memory_(be.template allocate<T>(size_ + 2 * kGuard)) {
-    std::vector<T> all(kGuard, guard());
-    append(all, values);
-    all.resize(values.size() + 2 * kGuard, guard());
+    std::vector<T> all(values.size() + 2 * kGuard, guard());
+    std::copy(values.begin(), values.end(), all.begin() + kGuard);
     be_.to_device(memory_, all.data(), size_ + 2 * kGuard);
   }
   // An output: not a number until it is written.
@@ -157,7 +156,8 @@ class Guarded {
     if constexpr (std::is_floating_point_v<T>) {
       return std::bit_cast<float>(0x7fc0dead);  // a NaN
     } else {
-      return std::numeric_limits<T>::min() / 3;  // far outside of any tensor
+      using Limits = std::numeric_limits<T>;
+      return (Limits::is_signed ? Limits::min() : Limits::max()) / 3;  // far outside of any tensor
     }
   }
 

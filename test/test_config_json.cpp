@@ -37,11 +37,20 @@ std::vector<ModelConfig> models() {
       c.token_bias_strength = 0.1;
       c.residual_gate_init = 1 / std::sqrt(3.0);
     }
-    if (arch == Arch::moe) {
+    if (has_experts(arch)) {
       c.experts = 8;
-      c.experts_per_token = 2;
-      c.shared_experts = 1;
+      c.shared_experts = 2;
       c.expert_dim = 48;
+    }
+    if (arch == Arch::moe) {
+      c.experts_per_token = 2;
+      c.expert_bias_rate = 0.01;
+    }
+    if (arch == Arch::deco) {
+      c.dense_prefix = 2;
+      c.active_ratio = 0.3;
+      c.entropy_weight = 0.001;
+      c.entropy_growth = 1.01;
     }
     all.push_back(c);
   }
@@ -146,13 +155,11 @@ TEST(Writing, KeysOfTheContract) {
                           "residual_gate",
                           "token_bias_strength",
                           "residual_gate_init",
-                          "experts",
-                          "experts_per_token",
-                          "shared_experts",
-                          "expert_dim",
                           "layer_pattern"}) {
     EXPECT_TRUE(out.contains(key)) << key;
   }
+  EXPECT_FALSE(out.contains("experts")) << "an option of other architectures";
+  EXPECT_TRUE(config_to_json(models()[5]).contains("experts"));
   EXPECT_EQ(out["architectures"], json::parse(R"(["XModForCausalLM"])"));
   EXPECT_EQ(out["model_type"], "xmod");
   EXPECT_EQ(out["hidden_size"], 96);
@@ -242,8 +249,8 @@ TEST(Refused, NotAnObject) {
 TEST(Refused, MissingKeys) {
   const json good = config_to_json(xmod_model());
   for (const auto& [key, value] : good.items()) {
-    const bool optional = key == "architectures" || key == "hidden_act" || key == "attention_bias" ||
-                          key == "torch_dtype" || key.find("expert") != std::string::npos;
+    const bool optional =
+        key == "architectures" || key == "hidden_act" || key == "attention_bias" || key == "torch_dtype";
     const json config = without(good, key);
     if (optional) {
       EXPECT_EQ(error_of(config), "no error") << key;
@@ -251,9 +258,12 @@ TEST(Refused, MissingKeys) {
       expect_error(config, {"the key " + key + " is missing"});
     }
   }
-  const ModelConfig moe = models()[5];
-  for (const char* key : {"experts", "experts_per_token", "shared_experts", "expert_dim"}) {
-    expect_error(without(config_to_json(moe), key), {std::string("the key ") + key + " is missing"});
+  for (const ModelConfig& c : models()) {
+    for (const ModelField& field : model_fields()) {
+      if (field.hugging_face || !field.belongs_to(c.arch)) continue;
+      expect_error(without(config_to_json(c), field.key),
+                   {std::string("the key ") + field.key + " is missing"});
+    }
   }
   for (const char* key : {"hidden_size", "num_hidden_layers", "head_dim", "rope_theta", "model_type"}) {
     expect_error(without(qwen3(), key), {std::string("the key ") + key + " is missing"});

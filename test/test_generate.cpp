@@ -132,7 +132,7 @@ class Generate : public ::testing::TestWithParam<Arch> {
     model_.initialise(5);
     const Ints tokens = random_ids(config_.seq_len, config_.vocab_size, 1);
     model_.forward_backward(tokens.data(), tokens.data(), 1, config_.seq_len, 1);
-    model_.update_thresholds(1, 1);
+    model_.close_step(1, 1);
   }
 
   Ints text(const Ints& prompt, int64_t count, const Sampling& sampling, uint64_t seed = 1,

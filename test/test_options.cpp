@@ -176,6 +176,16 @@ TEST(Values, EveryModelFlag) {
   EXPECT_EQ(moe.experts_per_token, 2);
   EXPECT_EQ(moe.shared_experts, 1);
   EXPECT_EQ(moe.expert_dim, 48);
+
+  const ModelConfig deco =
+      parse(words("plan --arch deco --experts 8 --expert-dim 48 --active-ratio 0.3")).model;
+  EXPECT_EQ(deco.active_ratio, 0.3);
+  EXPECT_EQ(deco.dense_prefix, 1) << "as in DECO's models";
+  EXPECT_EQ(deco.shared_experts, 1);
+  const ModelConfig own =
+      parse(words("plan --arch deco --experts 8 --expert-dim 48 --dense-prefix 0 --shared-experts 2")).model;
+  EXPECT_EQ(own.dense_prefix, 0);
+  EXPECT_EQ(own.shared_experts, 2);
 }
 
 TEST(Values, EveryFlagOfTheOtherCommands) {
@@ -335,7 +345,7 @@ TEST(Refused, StrayWords) {
 TEST(Refused, UnknownValues) {
   expect_error(
       {"plan", "--arch", "xmodd"},
-      {"--arch xmodd: expected dense, mod, xmod, routed-ffn, selected-q or moe; did you mean xmod?"});
+      {"--arch xmodd: expected dense, mod, xmod, routed-ffn, selected-q, moe or deco; did you mean xmod?"});
   expect_error({"plan", "--preset", "556m"},
                {"--preset 556m: expected tiny, 165M, 298M, 556M, 936M or 1.65B; did you mean 556M?"});
   expect_error(kTrain + std::vector<std::string>{"--optimizer", "adam"},
@@ -394,6 +404,7 @@ TEST(Refused, WhatMustBeGiven) {
   expect_error({"eval", "--checkpoint", "c"}, {"eval needs --val-data GLOB"});
   expect_error({"generate"}, {"generate needs --checkpoint DIR"});
   expect_error({"plan", "--arch", "moe"}, {"--arch moe needs --experts E"});
+  expect_error({"plan", "--arch", "deco", "--experts", "8"}, {"--arch deco needs --expert-dim N"});
   expect_error({"plan", "--arch", "moe", "--experts", "8", "--experts-per-token", "2"},
                {"--arch moe needs --expert-dim N"});
 }
@@ -409,9 +420,8 @@ TEST(Refused, WhatExcludesEachOther) {
 
 TEST(Refused, OptionsOfOtherArchitectures) {
   const std::vector<std::vector<std::string>> units = {
-      {"--anchor-stride", "2"},     {"--dense-prefix", "1"},        {"--no-anchors"},
-      {"--no-residual-gate"},       {"--token-bias-strength", "1"}, {"--no-token-bias"},
-      {"--residual-gate-init", "1"}};
+      {"--anchor-stride", "2"},       {"--no-anchors"},    {"--no-residual-gate"},
+      {"--token-bias-strength", "1"}, {"--no-token-bias"}, {"--residual-gate-init", "1"}};
   for (const auto& flag : units) {
     for (const char* arch : {"dense", "mod", "moe"}) {
       expect_error(std::vector<std::string>{"plan", "--arch", arch} + flag,
@@ -419,12 +429,29 @@ TEST(Refused, OptionsOfOtherArchitectures) {
     }
     EXPECT_EQ(error_of(std::vector<std::string>{"plan", "--arch", "selected-q"} + flag), "no error");
   }
+  for (const char* arch : {"dense", "mod", "moe"}) {
+    expect_error({"plan", "--arch", arch, "--dense-prefix", "1"},
+                 {std::string("--dense-prefix does not belong to --arch ") + arch,
+                  "xmod, routed-ffn, selected-q and deco"});
+  }
   expect_error({"plan", "--token-sparsity", "2", "--arch", "dense"},
                {"--token-sparsity does not belong to --arch dense", "mod, xmod, routed-ffn and selected-q"});
   EXPECT_EQ(error_of({"plan", "--token-sparsity", "2", "--arch", "mod"}), "no error");
   for (const char* flag : {"--experts", "--experts-per-token", "--shared-experts", "--expert-dim"}) {
     expect_error({"plan", flag, "2"},
                  {std::string(flag) + " does not belong to --arch xmod", "option of moe"});
+  }
+  const std::vector<std::string> deco = {"plan", "--arch", "deco", "--experts", "4", "--expert-dim", "8"};
+  EXPECT_EQ(error_of(deco), "no error");
+  for (const char* flag : {"--experts-per-token", "--expert-bias-rate"}) {
+    expect_error(deco + std::vector<std::string>{flag, "1"},
+                 {std::string(flag) + " does not belong to --arch deco", "option of moe"});
+  }
+  for (const char* flag : {"--active-ratio", "--entropy-weight", "--entropy-growth"}) {
+    expect_error({"plan", "--arch", "moe", "--experts", "4", "--experts-per-token", "1", "--expert-dim", "8",
+                  flag, "1"},
+                 {std::string(flag) + " does not belong to --arch moe", "option of deco"});
+    EXPECT_EQ(error_of(deco + std::vector<std::string>{flag, "1"}), "no error");
   }
 }
 
@@ -437,6 +464,12 @@ TEST(Refused, ModelsThatCannotBe) {
   expect_error({"plan", "--dense-prefix", "8"}, {"--dense-prefix 8", "at least one unit"});
   expect_error({"plan", "--arch", "moe", "--experts", "2", "--experts-per-token", "3", "--expert-dim", "8"},
                {"--experts-per-token 3 is larger than --experts 2"});
+  expect_error({"plan", "--arch", "deco", "--experts", "2", "--expert-dim", "8", "--dense-prefix", "8"},
+               {"--dense-prefix 8", "at least one layer with experts"});
+  for (const char* value : {"0", "1.5", "nan"}) {
+    expect_error({"plan", "--arch", "deco", "--experts", "2", "--expert-dim", "8", "--active-ratio", value},
+                 {"--active-ratio", "above 0, at most 1"});
+  }
 }
 
 TEST(Refused, SizesBeyondCounting) {

@@ -50,11 +50,18 @@ TEST_F(PassTest, MatmulBackward) {
     SCOPED_TRACE("n " + std::to_string(n) + ", C " + std::to_string(C) + ", OC " + std::to_string(OC));
     const Floats dout = normal_numbers(n * OC, 1), inp = normal_numbers(n * C, 2);
     const Floats weight = normal_numbers(OC * C, 3), before = normal_numbers(OC * C, 4);
-    auto dinp = unwritten(n * C), dweight = holding(before);
+    const Floats dinp_before = normal_numbers(n * C, 5);
+    auto dinp = unwritten(n * C), dinp_added = holding(dinp_before);
+    auto dweight = holding(before), dweight_again = holding(before);
     be_.matmul_backward(dinp, dweight, holding(dout), holding(inp), holding(weight), n, C, OC);
-    EXPECT_LE(normalised_error(dinp.values(), product(dout, OC, 1, weight, C, 1, n, C, OC)), kBound);
+    be_.matmul_add_backward(dinp_added, dweight_again, holding(dout), holding(inp), holding(weight), n, C,
+                            OC);
+    const Doubles expected_dinp = product(dout, OC, 1, weight, C, 1, n, C, OC);
+    EXPECT_LE(normalised_error(dinp.values(), expected_dinp), kBound);
+    EXPECT_LE(normalised_error(dinp_added.values(), plus(expected_dinp, doubles(dinp_before))), kBound);
     const Doubles gradient = product(dout, 1, OC, inp, C, 1, OC, C, n);
     EXPECT_LE(normalised_error(dweight.values(), plus(gradient, doubles(before))), kBound);
+    EXPECT_TRUE(same_bits(dweight_again.values(), dweight.values()));
     if (n == 0) {
       EXPECT_TRUE(same_bits(dweight.values(), before));
     }
@@ -68,6 +75,7 @@ TEST_F(PassTest, MatmulDoesNotDependOnThreads) {
     const Guarded<float> out(be, n * OC), dinp(be, n * C), dweight(be, normal_numbers(OC * C, 3));
     be.matmul_forward(out, inp, weight, n, C, OC);
     be.matmul_backward(dinp, dweight, out, inp, weight, n, C, OC);
+    be.matmul_add_backward(dinp, dweight, out, inp, weight, n, C, OC);
     be.matmul_add_forward(out, inp, weight, n, C, OC);
     Floats all;
     for (const auto* result : {&out, &dinp, &dweight}) append(all, result->values());

@@ -115,6 +115,36 @@ class Bytes(PrepareDataTest):
         self.assertEqual(self.text("train"), b"b train\n" * 90 + b"a train\n" * 90 + b"c train\n" * 90)
         self.assertEqual(self.text("val"), b"b value\n" * 10 + b"a value\n" * 10 + b"c value\n" * 10)
 
+    def test_pieces_are_split_like_files(self):
+        """Of a file of four books each gives its end, and nothing is lost or there twice."""
+        for numbered in (True, False):
+            books = [[f"{name} train\n"] * 900 + [f"{name} value\n"] * 100 for name in "abcd"]
+            if numbered:  # lines of different length, so that the borders are not those of the books
+                books = [[f"{i} {line}" for i, line in enumerate(book)] for book in books]
+            text = "".join(line for book in books for line in book).encode()
+            self.prepare(self.write("books.txt", text), "--val-pieces", 4, "--overwrite")
+            train, val = self.text("train").splitlines(True), self.text("val").splitlines(True)
+            self.assertEqual(sorted(train + val), sorted(text.splitlines(True)))
+            self.assertTrue(abs(len(b"".join(val)) - len(text) / 10) < 4 * 20)
+            for name in b"abcd":
+                self.assertTrue(90 < sum(name in line[:-len(b"value\n")] for line in val) < 110)
+        self.assertEqual(b"".join(val), b"".join(b"%c value\n" % name * 100 for name in b"abcd"))
+
+    def test_pieces_cut_no_character(self):
+        text = "漢字仮名".encode() * 100  # no line in it
+        for letters in range(20):
+            self.prepare(self.write("line.txt", b"a" * letters + text), "--val-pieces", 7, "--overwrite")
+            train, val = self.text("train").decode(), self.text("val").decode()
+            self.assertEqual(len(train) + len(val), letters + 400)
+            self.assertTrue(40 <= len(val) <= 54)
+
+    def test_more_pieces_than_text(self):
+        self.write("a.txt", b"short\n")
+        self.write("b.txt", b"b\n" * 1000)
+        self.prepare("a.txt", "b.txt", "--val-pieces", 10)
+        self.assertEqual(len(self.text("train") + self.text("val")), 2006)
+        self.assertTrue(b"short\n" in self.text("train"))
+
     def test_a_file_larger_than_a_chunk(self):
         text = b"".join(b"%d\n" % i for i in range(400000))
         self.prepare(self.write("large.txt", text))
@@ -206,6 +236,7 @@ class BadInput(PrepareDataTest):
         for parts, arguments in (
                 (["--val-fraction 1.0", "less than 1"], ["--val-fraction", 1]),
                 (["--val-fraction -0.1"], ["--val-fraction", -0.1]),
+                (["--val-pieces 0", "1 (the end of each file) or more"], ["--val-pieces", 0]),
                 (["--shard-tokens 0", "expected 1 to"], ["--shard-tokens", 0]),
                 (["--shard-tokens 3000000000"], ["--shard-tokens", 3000000000]),
                 (["--vocab-size 256", "too small", "257"], ["--tokenizer", "bpe", "--vocab-size", 256]),
@@ -245,6 +276,13 @@ class TrainedBpe(PrepareDataTest):
         parts = [self.text(split).split(b"<|endoftext|>")[1:] for split in ("train", "val")]
         self.assertEqual([train + val for train, val in zip(*parts)], [self.TEXT, b"b\n" * 100])
         self.assertLess(len(self.ids("train")), len(self.TEXT) / 2)
+
+    def test_pieces(self):
+        """Between two pieces of training text a piece of validation text is missing: another document begins."""
+        self.prepare(self.write("text", self.TEXT), "--tokenizer", "bpe", "--vocab-size", 300, "--val-pieces", 5)
+        parts = [self.text(split).split(b"<|endoftext|>")[1:] for split in ("train", "val")]
+        self.assertEqual([len(part) for part in parts], [5, 5])
+        self.assertEqual(b"".join(train + val for train, val in zip(*parts)), self.TEXT)
 
     def test_text_with_few_merges(self):
         output = self.prepare(self.write("text", b"abab\n" * 20), "--tokenizer", "bpe")

@@ -136,7 +136,7 @@ Floats slice(const Floats& all, const Parameter& p) {
 // The thresholds after one training step on the batch: they then select about C tokens.
 void learn_thresholds(TestModel& model, const Batch& batch) {
   forward_backward(model, batch);
-  model.update_thresholds(1, 1);
+  model.close_step(1, 1);
 }
 
 void set_thresholds(TestModel& model, float tau) {
@@ -272,7 +272,7 @@ TEST_P(ModelTest, TwoMicroBatchesEqualOneOfDoubleSize) {
   const Batch whole = random_batch(config_, 4);
   const double loss = forward_backward(model_, whole);
   const Floats expected = gradients_so_far(model_);
-  model_.update_thresholds(1, 1);
+  model_.close_step(1, 1);
   const Floats expected_tau = download(be_, model_.thresholds(), model_.sparse_layers);
 
   model_.zero_gradients();
@@ -283,7 +283,7 @@ TEST_P(ModelTest, TwoMicroBatchesEqualOneOfDoubleSize) {
                         row_of(whole.targets, half, 2 * whole.T)};
     sum += 0.5 * forward_backward(model_, part, 0.5f);
   }
-  model_.update_thresholds(1, 2);
+  model_.close_step(1, 2);
   EXPECT_NEAR(sum, loss, 1e-6 * loss);
   const Floats accumulated = gradients_so_far(model_);
   for (const Parameter& p : model_.table.entries) {
@@ -635,7 +635,7 @@ TEST_F(ThresholdRouting, ThresholdsAreAveragesWithBiasCorrection) {
       for (int64_t i = 0; i < layers * B; i++) mean[i / B] += kth[i] / static_cast<double>(B * micro_batches);
     }
     scores.push_back(mean);
-    model_.update_thresholds(step, micro_batches);
+    model_.close_step(step, micro_batches);
 
     const Floats tau = download(be_, model_.thresholds(), layers);
     for (int64_t l = 0; l < layers; l++) {

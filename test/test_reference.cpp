@@ -34,6 +34,11 @@ class ReferenceTest : public ::testing::TestWithParam<std::string> {
       const std::vector<float> values = tensor("param." + p.name, p.shape);
       be_.to_device(model_.params() + p.offset, values.data(), p.size);
     }
+    for (const Buffer& b : model_.table.buffers) {
+      if (!dump_.contains("buffer." + b.name)) continue;
+      const std::vector<float> values = tensor("buffer." + b.name, b.shape);
+      be_.to_device(model_.buffers() + b.offset, values.data(), b.size);
+    }
   }
 
   std::vector<float> tensor(const std::string& name, const Shape& shape) {
@@ -61,9 +66,27 @@ class ReferenceTest : public ::testing::TestWithParam<std::string> {
     EXPECT_LE(normalised_error(logits, tensor(name, {B_, T_, config_.vocab_size})), kBound) << name;
   }
 
+  // Of an entry of the plan, as the dump's tensors carry it.
+  std::string number(size_t l) const { return std::to_string(model_.plan[l].number); }
+
   double forward_backward() {
     model_.zero_gradients();
     return model_.forward_backward(tokens_.data(), targets_.data(), B_, T_, 1.0f);
+  }
+
+  // Trains on the dump's batch; calls visit(step from 0, loads) after each step.
+  template <class Visit>
+  void three_steps(Visit visit) {
+    OptimizerConfig config;
+    config.weight_decay = optimizer_json_.at("weight_decay");
+    config.grad_clip = optimizer_json_.at("grad_clip");
+    OptimizerState<TestBackend> optimizer(be_, model_.table, config);
+    for (int64_t step = 1; step <= 3; step++) {
+      forward_backward();
+      optimizer.update(model_.params(), model_.grads(), optimizer.gradient_norm(model_.grads()), step,
+                       optimizer_json_.at("lr"), optimizer_json_.at("adamw_lr"));
+      visit(static_cast<size_t>(step - 1), model_.close_step(step, 1));
+    }
   }
 
   TestBackend be_;
@@ -76,6 +99,10 @@ class ReferenceTest : public ::testing::TestWithParam<std::string> {
   std::vector<int32_t> tokens_, targets_;
 };
 
+class RoutedReferenceTest : public ReferenceTest {};   // dumps with sparse layers
+class ExpertsReferenceTest : public ReferenceTest {};  // dumps with experts
+class DecoReferenceTest : public ReferenceTest {};
+
 TEST_P(ReferenceTest, LossAndEveryGradient) {
   const double loss = forward_backward();
   EXPECT_NEAR(loss, tensor("loss", {1})[0], kBound * loss);
@@ -84,37 +111,76 @@ TEST_P(ReferenceTest, LossAndEveryGradient) {
   EXPECT_NEAR(norm, tensor("grad_norm", {1})[0], kBound * norm);
 }
 
-TEST_P(ReferenceTest, RoutingIndicesExactly) {
+TEST_P(RoutedReferenceTest, RoutingIndicesExactly) {
   forward_backward();
   const int64_t C = tokens_selected(config_, T_);
   for (size_t l = 0; l < model_.plan.size(); l++) {
     if (!model_.plan[l].routed) continue;
     std::vector<int32_t> expected(static_cast<size_t>(B_ * C));
-    dump_.read("routing." + std::to_string(l), {B_, C}, expected.data());
+    dump_.read("routing." + number(l), {B_, C}, expected.data());
     for (int64_t i = 0; i < B_ * C; i++) expected[i] += static_cast<int32_t>(i / C * T_);
     const Rows& rows = model_.activations().layers[l].rows;
     EXPECT_EQ(rows.n, B_ * C);
-    EXPECT_EQ(download(be_, rows.row, B_ * C), expected) << "layer " << l;
+    EXPECT_EQ(download(be_, rows.row, B_ * C), expected) << "layer " << number(l);
   }
+}
+
+TEST_P(ExpertsReferenceTest, ExpertsExactly) {
+  forward_backward();
+  const int64_t n = B_ * T_, E = config_.experts, k = config_.experts_per_token;
+  for (size_t l = 0; l < model_.plan.size(); l++) {
+    const auto& saved = model_.activations().layers[l].ffn;
+    std::vector<uint8_t> expected(static_cast<size_t>(n * E)), chosen;
+    if (const auto* moe = std::get_if<Moe::Saved<float>>(&saved)) {
+      chosen = download(be_, moe->groups.chosen, n * E);
+      std::vector<int32_t> ids(static_cast<size_t>(n * k));
+      dump_.read("experts." + number(l), {n, k}, ids.data());
+      for (int64_t i = 0; i < n * k; i++) expected[i / k * E + ids[i]] = 1;
+    } else if (const auto* deco = std::get_if<Deco::Saved<float>>(&saved)) {
+      chosen = download(be_, deco->groups.chosen, n * E);
+      std::vector<int32_t> active(static_cast<size_t>(n * E));
+      dump_.read("active." + number(l), {n, E}, active.data());
+      std::copy(active.begin(), active.end(), expected.begin());
+    } else {
+      continue;
+    }
+    EXPECT_EQ(chosen, expected) << "layer " << number(l);
+  }
+}
+
+TEST_P(DecoReferenceTest, EntropyTermAndItsWeight) {
+  forward_backward();
+  double entropy = 0;
+  for (const auto& layer : model_.activations().layers) {
+    const auto* deco = std::get_if<Deco::Saved<float>>(&layer.ffn);
+    if (deco) entropy += be_.mean(deco->entropy, B_ * T_);
+  }
+  const double expected = tensor("entropy_loss", {1})[0];
+  EXPECT_GT(expected, 0);
+  EXPECT_NEAR(entropy / static_cast<double>(count_layers(model_.plan)), expected, kBound * expected);
+
+  const std::vector<float> ratio = tensor("expert_active_ratio", {3}), weight = tensor("entropy_weight", {3});
+  three_steps([&](size_t step, const ExpertLoads& loads) {
+    EXPECT_NEAR(loads.active_ratio, ratio[step], 1e-7) << "step " << step;
+    EXPECT_NEAR(model_.entropy_weight(), weight[step], kBound * weight[step]) << "step " << step;
+  });
 }
 
 TEST_P(ReferenceTest, LogitsUnderTopK) {
   expect_logits("logits", Routing::topk);
 }
 
-TEST_P(ReferenceTest, LogitsUnderThreshold) {
-  if (model_.sparse_layers == 0) GTEST_SKIP() << "a dense model has no threshold";
+TEST_P(RoutedReferenceTest, LogitsUnderThreshold) {
   const std::vector<float> tau = tensor("threshold_tau", {model_.sparse_layers});
   be_.to_device(model_.thresholds(), tau.data(), model_.sparse_layers);
   expect_logits("threshold_logits", Routing::threshold);
 }
 
-TEST_P(ReferenceTest, SelectionUnderThresholdExactly) {
-  if (model_.sparse_layers == 0) GTEST_SKIP() << "a dense model has no threshold";
+TEST_P(RoutedReferenceTest, SelectionUnderThresholdExactly) {
   const std::vector<float> tau = tensor("threshold_tau", {model_.sparse_layers});
   be_.to_device(model_.thresholds(), tau.data(), model_.sparse_layers);
   std::vector<std::vector<int32_t>> selected;  // of each layer, in this order
-  model_.on_selection = [&](size_t, const Rows& rows) {
+  model_.on_selection = [&](int64_t, const Rows& rows) {
     selected.push_back(download(be_, rows.row, rows.n));
   };
   model_.loss(tokens_.data(), targets_.data(), B_, T_, Routing::threshold);
@@ -122,52 +188,68 @@ TEST_P(ReferenceTest, SelectionUnderThresholdExactly) {
   for (size_t l = 0; l < model_.plan.size(); l++) {
     if (!model_.plan[l].routed) continue;
     std::vector<int32_t> mask(static_cast<size_t>(B_ * T_)), expected;
-    dump_.read("threshold_mask." + std::to_string(l), {B_, T_}, mask.data());
+    dump_.read("threshold_mask." + number(l), {B_, T_}, mask.data());
     for (int64_t i = 0; i < B_ * T_; i++) {
       if (mask[i]) expected.push_back(static_cast<int32_t>(i));
     }
-    EXPECT_EQ(selected.at(next++), expected) << "layer " << l;
+    EXPECT_EQ(selected.at(next++), expected) << "layer " << number(l);
   }
 }
 
 TEST_P(ReferenceTest, WeightsAndThresholdsAfterThreeSteps) {
-  OptimizerConfig config;
-  config.weight_decay = optimizer_json_.at("weight_decay");
-  config.grad_clip = optimizer_json_.at("grad_clip");
-  OptimizerState<TestBackend> optimizer(be_, model_.table, config);
-  for (int64_t step = 1; step <= 3; step++) {
-    forward_backward();
-    optimizer.update(model_.params(), model_.grads(), optimizer.gradient_norm(model_.grads()), step,
-                     optimizer_json_.at("lr"), optimizer_json_.at("adamw_lr"));
-    model_.update_thresholds(step, 1);
-  }
+  three_steps([](size_t, const ExpertLoads&) {});
   expect_parameters("step3.", model_.params());
-  const std::vector<float> tau = download(be_, model_.thresholds(), model_.sparse_layers);
-  for (size_t l = 0; l < model_.plan.size(); l++) {
-    if (!model_.plan[l].routed) continue;
-    const float expected =
-        tensor("step3." + layer_prefix(static_cast<int64_t>(l)) + "router.threshold", {1})[0];
-    EXPECT_NEAR(tau[model_.plan[l].sparse_index], expected, kBound * std::max(1.0f, std::abs(expected)))
-        << "layer " << l;
+  for (const Buffer& b : model_.table.buffers) {
+    const std::vector<float> expected = tensor("step3." + b.name, b.shape);
+    const std::vector<float> found = download(be_, model_.buffers() + b.offset, b.size);
+    for (size_t i = 0; i < expected.size(); i++)
+      EXPECT_NEAR(found[i], expected[i], kBound * std::max(1.0f, std::abs(expected[i]))) << b.name;
   }
 }
 
-std::vector<std::string> cases() {
+std::vector<std::string> cases(bool (*belongs)(Arch) = nullptr) {
   std::vector<std::string> names;
   for (const auto& entry : std::filesystem::directory_iterator("test/data")) {
-    if (entry.path().extension() == ".safetensors") names.push_back(entry.path().stem().string());
+    if (entry.path().extension() != ".safetensors") continue;
+    const std::string config = SafetensorsFile(entry.path().string()).metadata().at("config");
+    const Arch arch = config_from_json(nlohmann::json::parse(config), entry.path().string()).arch;
+    if (!belongs || belongs(arch)) names.push_back(entry.path().stem().string());
   }
   std::sort(names.begin(), names.end());
   return names;
 }
 
-INSTANTIATE_TEST_SUITE_P(Dumps, ReferenceTest, ::testing::ValuesIn(cases()),
-                         [](const auto& info) { return info.param; });
+bool is_deco(Arch arch) {
+  return arch == Arch::deco;
+}
+
+std::string case_name(const ::testing::TestParamInfo<std::string>& info) {
+  return info.param;
+}
+
+INSTANTIATE_TEST_SUITE_P(Dumps, ReferenceTest, ::testing::ValuesIn(cases()), case_name);
+INSTANTIATE_TEST_SUITE_P(Dumps, RoutedReferenceTest, ::testing::ValuesIn(cases(is_routed)), case_name);
+INSTANTIATE_TEST_SUITE_P(Dumps, ExpertsReferenceTest, ::testing::ValuesIn(cases(has_experts)), case_name);
+INSTANTIATE_TEST_SUITE_P(Dumps, DecoReferenceTest, ::testing::ValuesIn(cases(is_deco)), case_name);
 
 TEST(ReferenceDumps, AreAllThere) {
-  const std::vector<std::string> expected = {
-      "dense",         "mod",       "no_anchors", "no_dense_prefix", "no_residual_gate",
-      "no_token_bias", "xmod_a1k4", "xmod_a2k3",  "xmod_c1",         "xmod_ragged"};
+  const std::vector<std::string> expected = {"deco",
+                                             "deco_no_shared",
+                                             "dense",
+                                             "mod",
+                                             "moe",
+                                             "moe_extremes",
+                                             "no_anchors",
+                                             "no_dense_prefix",
+                                             "no_residual_gate",
+                                             "no_token_bias",
+                                             "routed_ffn",
+                                             "routed_ffn_a2k2",
+                                             "selected_q",
+                                             "xmod_a1k4",
+                                             "xmod_a2k3",
+                                             "xmod_c1",
+                                             "xmod_ragged"};
   EXPECT_EQ(cases(), expected);
 }
 

@@ -255,7 +255,7 @@ inline Options parse_options(int argc, char** argv) {
   detail::apply(options, given, detail::Stage::preset);
   detail::apply(options, given, detail::Stage::value);
   detail::check_architecture(given, options.model.arch);
-  options.model.rope_theta = default_rope_theta(options.model.seq_len);
+  set_derived_defaults(options.model);
   detail::apply(options, given, detail::Stage::derived);
   detail::check_required(given, options, table);
   detail::check_values(options);

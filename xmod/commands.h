@@ -36,7 +36,6 @@ inline Tokenizer checkpoint_tokenizer(const std::string& checkpoint, const Model
 template <class Backend>
 void train(const Options& options) {
   const TrainOptions& o = options.train;
-  require_passes(options.model);
   require_memory(estimate_memory(options.model, o.batch_size, o.optimizer).total(), Backend::memory_bytes());
   Backend backend(o.threads);
   Trainer<Backend>(backend, options, std::cout).run();

@@ -71,6 +71,7 @@ inline const std::vector<ModelField>& model_fields() {
   using C = ModelConfig;
   auto any = [](Arch) { return true; };
   auto moe = [](Arch arch) { return arch == Arch::moe; };
+  auto deco = [](Arch arch) { return arch == Arch::deco; };
   // Token ids and row numbers are 32-bit. Widths beyond a million are typing errors.
   const Range index = between(1, 2147483647), width = between(1, 1 << 20);
   static const std::vector<ModelField> fields = {
@@ -86,15 +87,19 @@ inline const std::vector<ModelField>& model_fields() {
       {"rms_norm_eps", "", &C::rms_norm_eps, between(1e-30, 1), any, true},
       {"token_sparsity", "token-sparsity", &C::token_sparsity, index, is_routed},
       {"anchor_stride", "anchor-stride", &C::anchor_stride, index, has_units},
-      {"dense_prefix", "dense-prefix", &C::dense_prefix, at_least(0), has_units},
+      {"dense_prefix", "dense-prefix", &C::dense_prefix, at_least(0), has_dense_prefix},
       {"anchors", "no-anchors", &C::anchors, {}, has_units},
       {"residual_gate", "no-residual-gate", &C::residual_gate, {}, has_units},
       {"token_bias_strength", "token-bias-strength", &C::token_bias_strength, between(0, 1e6), has_units},
       {"residual_gate_init", "residual-gate-init", &C::residual_gate_init, between(-1e6, 1e6), has_units},
-      {"experts", "experts", &C::experts, between(0, 65536), moe},
+      {"experts", "experts", &C::experts, between(0, 65536), has_experts},
       {"experts_per_token", "experts-per-token", &C::experts_per_token, between(0, 65536), moe},
-      {"shared_experts", "shared-experts", &C::shared_experts, between(0, 65536), moe},
-      {"expert_dim", "expert-dim", &C::expert_dim, between(0, 1 << 20), moe},
+      {"shared_experts", "shared-experts", &C::shared_experts, between(0, 65536), has_experts},
+      {"expert_dim", "expert-dim", &C::expert_dim, between(0, 1 << 20), has_experts},
+      {"expert_bias_rate", "expert-bias-rate", &C::expert_bias_rate, between(0, 1e6), moe},
+      {"active_ratio", "active-ratio", &C::active_ratio, Range{0, 1, true}, deco},
+      {"entropy_weight", "entropy-weight", &C::entropy_weight, between(0, 1e6), deco},
+      {"entropy_growth", "entropy-growth", &C::entropy_growth, between(1, 1e6), deco},
   };
   return fields;
 }
@@ -117,7 +122,7 @@ inline void validate_size(const ModelConfig& c, int64_t batch_size = 1) {
                 has_units(c.arch) ? " times --token-sparsity " + std::to_string(c.token_sparsity) : "",
                 " is more than ", shortest(kLayers), " layers, choose fewer");
   }
-  const double experts = c.arch == Arch::moe ? real(c.experts) + real(c.shared_experts) : 0;
+  const double experts = has_experts(c.arch) ? real(c.experts) + real(c.shared_experts) : 0;
   if (layers * experts * 3 > kTensors) {
     usage_error("--experts ", c.experts, " in --active-layers ", c.active_layers, " is more than ",
                 shortest(kTensors), " matrices, choose fewer");
@@ -135,7 +140,8 @@ inline void validate_size(const ModelConfig& c, int64_t batch_size = 1) {
     usage_error("--batch-size ", batch_size, " times --seq-len ", c.seq_len,
                 " is more than 2147483647 tokens, choose a smaller batch");
   }
-  const double row_bytes = 4 * (8 * real(c.dim) + 4 * real(c.qkv_dim()) + 4 * ffn + 4 * real(c.heads));
+  const double row_bytes = 4 * (8 * real(c.dim) + 4 * real(c.qkv_dim()) + 8 * ffn + 4 * real(c.heads) +
+                                experts * (2 * real(c.dim) + 8));
   if (rows * row_bytes * layers > kBytes) {
     usage_error("--batch-size ", batch_size, " with --seq-len ", c.seq_len, " needs up to ",
                 rows * row_bytes * layers, " bytes of activations, choose a smaller batch or model");
@@ -151,7 +157,7 @@ inline nlohmann::json config_to_json(const ModelConfig& c) {
   nlohmann::json out = {
       {"architectures", nlohmann::json::array({dense ? "Qwen3ForCausalLM" : "XModForCausalLM"})},
       {"model_type", dense ? "qwen3" : "xmod"},
-      {"num_hidden_layers", plan.size()},
+      {"num_hidden_layers", count_layers(plan)},
       {"tie_word_embeddings", true},
       {"hidden_act", "silu"},
       {"attention_bias", false},
@@ -160,6 +166,7 @@ inline nlohmann::json config_to_json(const ModelConfig& c) {
       {"layer_pattern", pattern(plan)},
   };
   for (const ModelField& field : model_fields()) {
+    if (!field.hugging_face && !field.belongs_to(c.arch)) continue;
     std::visit([&](auto member) { out[field.key] = c.*member; }, field.member);
   }
   out["residual_gate"] = has_residual_gate(c);  // what the architecture makes of them: mod has neither
@@ -301,8 +308,9 @@ inline void check_layers(const ConfigReader& in, const ModelConfig& c) {
   const LayerPlan plan = make_layer_plan(c);
   int64_t layers = 0;
   in.read("num_hidden_layers", at_least(1), layers);
-  if (layers != static_cast<int64_t>(plan.size())) {
-    in.complain("num_hidden_layers", std::to_string(plan.size()) + ", which follows from the other keys");
+  if (layers != count_layers(plan)) {
+    in.complain("num_hidden_layers",
+                std::to_string(count_layers(plan)) + ", which follows from the other keys");
   }
   if (!in.has("arch") || in.text("layer_pattern") == pattern(plan)) return;
   in.complain("layer_pattern", "the pattern that follows from the other keys: " + pattern(plan));

@@ -1,8 +1,9 @@
 // Causal attention on the CPU with grouped key/value heads, fp32, forward and backward, in tiles: the
 // T x T scores exist only as one small tile a thread. Rows of several sequences (of any lengths) lie one
 // after the other; all heads that share a key/value head are worked on together, as the rows
-// (position 0, head 0), (position 0, head 1), ..., (position 1, head 0), ... of a tile, so that every key
-// and value is loaded once for all of them.
+// (query 0, head 0), (query 0, head 1), ..., (query 1, head 0), ... of a tile, so that every key and value is
+// loaded once for all of them. The queries may be fewer than the keys: those of some of the tokens, while
+// every token has a key.
 //
 // Each row's sums run over the keys in ascending order, each key's sums over the rows in ascending order,
 // whatever the number of threads and whatever else stands in the batch: results are equal bit for bit.
@@ -33,7 +34,7 @@ inline constexpr int64_t kVectorBlock = 4;
 inline constexpr int64_t kVectorBlock = 2;
 #endif
 inline constexpr int64_t kKeyTile = 96;    // keys in a tile: whole row blocks and whole vectors
-inline constexpr int64_t kQueryTile = 48;  // rows (position, head) in a query tile, where the heads allow it
+inline constexpr int64_t kQueryTile = 48;  // rows (query, head) in a query tile, where the heads allow it
 
 constexpr int64_t round_up(int64_t n, int64_t multiple) {
   return (n + multiple - 1) / multiple * multiple;
@@ -45,9 +46,16 @@ struct AttentionShape {
   int64_t group() const { return heads / kv_heads; }             // query heads a key/value head
   int64_t width() const { return round_up(head_size, kLanes); }  // of a padded row
   int64_t panel() const { return kKeyTile * width(); }           // floats of a padded tile of keys
-  int64_t tile_positions() const { return std::max<int64_t>(1, kQueryTile / group()); }
-  int64_t tile_rows() const { return round_up(tile_positions() * group(), kRowBlock); }
+  int64_t tile_queries() const { return std::max<int64_t>(1, kQueryTile / group()); }
+  int64_t tile_rows() const { return round_up(tile_queries() * group(), kRowBlock); }
   float scale() const { return 1.0f / std::sqrt(static_cast<float>(head_size)); }
+};
+
+// The sequences of a call, as in attention_forward.
+struct Sequences {
+  const int32_t* own_key;
+  const int64_t *q_offsets, *kv_offsets;
+  int64_t count;
 };
 
 // Up to kKeyTile consecutive keys of one sequence and one key/value head.
@@ -55,28 +63,35 @@ struct KeyTile {
   int64_t row;    // of the first key
   int64_t count;  // of keys
   int64_t kv_head;
+  bool seen;  // by any query
 };
 
-// Consecutive positions of one sequence, with all heads of one key/value head.
+// Consecutive queries of one sequence, with all heads of one key/value head.
 struct QueryTile {
-  int64_t row;             // of the first position
-  int64_t positions;       // how many
-  int64_t first_position;  // of the first row, within the sequence
+  int64_t row;      // of the first query
+  int64_t queries;  // how many
   int64_t kv_head;
+  int64_t first_key;       // row of the sequence's first key
   int64_t first_key_tile;  // of its sequence and key/value head, in the list of key tiles
+  const int32_t* own_key;  // of all queries, as in attention_forward
 
-  // How many of the sequence's keys the i-th position of this tile sees: ascending with i, at least 1.
-  int64_t visible_keys(int64_t i) const { return first_position + i + 1; }
-  int64_t key_tiles() const { return round_up(visible_keys(positions - 1), kKeyTile) / kKeyTile; }
+  // How many of the sequence's keys the i-th query of this tile sees: ascending with i, at least 1.
+  int64_t visible_keys(int64_t i) const {
+    const int64_t own = own_key ? own_key[row + i] : row + i;
+    return own - first_key + 1;
+  }
+  int64_t key_tiles() const { return round_up(visible_keys(queries - 1), kKeyTile) / kKeyTile; }
 };
 
-// The tiles of one sequence and key/value head: first .. last - 1 in the lists of tiles.
+// The tiles of one sequence and key/value head: first .. last - 1 in the lists of tiles. All keys are there,
+// also those of a sequence without queries: their gradients are to be written.
 struct HeadTiles {
   int64_t first_query, last_query;
   int64_t first_key, last_key;
 };
 
-// Consecutive query tiles first .. last - 1 of one sequence and key/value head, about kKeyTile positions.
+// Consecutive query tiles first .. last - 1 of one sequence and key/value head: those whose first own key
+// lies in the same key tile, so that they walk about the same key tiles.
 struct QueryChunk {
   int64_t first, last;
   int64_t index;  // of this chunk within its sequence and key/value head
@@ -250,11 +265,11 @@ inline void pack_rows(float* panel, const float* source, int64_t stride, int64_t
   for (int64_t i = 0; i < count; ++i) load_row(panel + i * width, source + i * stride, head_size, 1.0f);
 }
 
-// tile (rows, width): the tile's positions and heads from source (n, heads * head_size), times factor
+// tile (rows, width): the tile's queries and heads from source (n, heads * head_size), times factor
 inline void load_query_rows(float* tile, const float* source, const QueryTile& q, const AttentionShape& shape,
                             float factor) {
   const int64_t hd = shape.head_size, group = shape.group();
-  for (int64_t i = 0; i < q.positions; ++i) {
+  for (int64_t i = 0; i < q.queries; ++i) {
     const float* row = source + (q.row + i) * shape.heads * hd + q.kv_head * group * hd;
     for (int64_t h = 0; h < group; ++h) {
       load_row(tile, row + h * hd, hd, factor);
@@ -266,7 +281,7 @@ inline void load_query_rows(float* tile, const float* source, const QueryTile& q
 inline void store_query_rows(float* target, const float* tile, const QueryTile& q,
                              const AttentionShape& shape, float factor) {
   const int64_t hd = shape.head_size, group = shape.group();
-  for (int64_t i = 0; i < q.positions; ++i) {
+  for (int64_t i = 0; i < q.queries; ++i) {
     float* row = target + (q.row + i) * shape.heads * hd + q.kv_head * group * hd;
     for (int64_t h = 0; h < group; ++h) {
       store_row(row + h * hd, tile, hd, factor);
@@ -277,40 +292,60 @@ inline void store_query_rows(float* target, const float* tile, const QueryTile& 
 
 // visible (tile_rows). Rows that pad the tile see what the last one sees; nobody reads their results.
 inline void set_visible(int64_t* visible, const QueryTile& q, const AttentionShape& shape) {
-  std::fill_n(visible, shape.tile_rows(), q.visible_keys(q.positions - 1));
-  for (int64_t i = 0; i < q.positions; ++i)
+  std::fill_n(visible, shape.tile_rows(), q.visible_keys(q.queries - 1));
+  for (int64_t i = 0; i < q.queries; ++i)
     std::fill_n(visible + i * shape.group(), shape.group(), q.visible_keys(i));
 }
 
 // ---------------------------------------------------------------------------------------------------
 // Dividing the work
 
-inline void list_tiles(AttentionScratch& scratch, const int64_t* offsets, int64_t B,
-                       const AttentionShape& shape) {
-  const auto size = [](const auto& list) { return static_cast<int64_t>(list.size()); };
+template <class T>
+inline int64_t count_of(const std::vector<T>& list) {
+  return static_cast<int64_t>(list.size());
+}
+
+// Returns how many of the sequence's keys its queries see.
+inline int64_t list_query_tiles(AttentionScratch& scratch, const Sequences& sequences, int64_t b,
+                                int64_t kv_head, const AttentionShape& shape) {
+  const int64_t first_row = sequences.q_offsets[b], end = sequences.q_offsets[b + 1];
+  const int64_t first_key = sequences.kv_offsets[b], first_key_tile = count_of(scratch.key_tiles);
+  const int64_t step = shape.tile_queries();
+  int64_t seen = 0, chunks = 0, chunk_key_tile = -1;
+  for (int64_t row = first_row; row < end; row += step) {
+    const QueryTile tile = {
+        row, std::min(step, end - row), kv_head, first_key, first_key_tile, sequences.own_key};
+    const int64_t index = count_of(scratch.query_tiles), key_tile = (tile.visible_keys(0) - 1) / kKeyTile;
+    if (key_tile != chunk_key_tile) scratch.query_chunks.push_back({index, index, chunks++});
+    chunk_key_tile = key_tile;
+    scratch.query_chunks.back().last = index + 1;
+    scratch.query_tiles.push_back(tile);
+    seen = tile.visible_keys(tile.queries - 1);
+  }
+  return seen;
+}
+
+inline void list_key_tiles(AttentionScratch& scratch, const Sequences& sequences, int64_t b, int64_t kv_head,
+                           int64_t seen) {
+  const int64_t first_row = sequences.kv_offsets[b], length = sequences.kv_offsets[b + 1] - first_row;
+  for (int64_t key = 0; key < length; key += kKeyTile) {
+    scratch.key_tiles.push_back({first_row + key, std::min(kKeyTile, length - key), kv_head, key < seen});
+  }
+}
+
+inline void list_tiles(AttentionScratch& scratch, const Sequences& sequences, const AttentionShape& shape) {
   scratch.key_tiles.clear();
   scratch.query_tiles.clear();
   scratch.query_chunks.clear();
   scratch.heads.clear();
-  for (int64_t b = 0; b < B; ++b) {
-    const int64_t length = offsets[b + 1] - offsets[b];
-    for (int64_t kv_head = 0; kv_head < shape.kv_heads && length > 0; ++kv_head) {
-      HeadTiles head = {size(scratch.query_tiles), 0, size(scratch.key_tiles), 0};
-      for (int64_t key = 0; key < length; key += kKeyTile) {
-        scratch.key_tiles.push_back({offsets[b] + key, std::min(kKeyTile, length - key), kv_head});
-      }
-      const int64_t step = shape.tile_positions();
-      for (int64_t position = 0; position < length; position += step) {
-        const int64_t tile = size(scratch.query_tiles), chunk = position / kKeyTile;
-        scratch.query_tiles.push_back(
-            {offsets[b] + position, std::min(step, length - position), position, kv_head, head.first_key});
-        if (position == 0 || chunk != (position - step) / kKeyTile) {
-          scratch.query_chunks.push_back({tile, tile, chunk});
-        }
-        scratch.query_chunks.back().last = tile + 1;
-      }
-      head.last_query = size(scratch.query_tiles);
-      head.last_key = size(scratch.key_tiles);
+  for (int64_t b = 0; b < sequences.count; ++b) {
+    if (sequences.kv_offsets[b] == sequences.kv_offsets[b + 1]) continue;
+    for (int64_t kv_head = 0; kv_head < shape.kv_heads; ++kv_head) {
+      HeadTiles head = {count_of(scratch.query_tiles), 0, count_of(scratch.key_tiles), 0};
+      const int64_t seen = list_query_tiles(scratch, sequences, b, kv_head, shape);
+      list_key_tiles(scratch, sequences, b, kv_head, seen);
+      head.last_query = count_of(scratch.query_tiles);
+      head.last_key = count_of(scratch.key_tiles);
       scratch.heads.push_back(head);
     }
   }
@@ -329,16 +364,17 @@ struct WorkPlan {
   float* shared_panels;
 };
 
-inline WorkPlan plan_work(AttentionScratch& scratch, const int64_t* offsets, int64_t B,
-                          const AttentionShape& shape, int64_t panels_per_key_tile) {
-  list_tiles(scratch, offsets, B, shape);
-  const int64_t threads = max_threads(), head_count = static_cast<int64_t>(scratch.heads.size());
-  const int64_t key_tile_count = static_cast<int64_t>(scratch.key_tiles.size());
-  const bool by_head = head_count % threads == 0 || head_count >= 8 * threads;
-
-  int64_t most_key_tiles = 0;
-  for (const HeadTiles& head : scratch.heads)
+inline WorkPlan plan_work(AttentionScratch& scratch, const Sequences& sequences, const AttentionShape& shape,
+                          int64_t panels_per_key_tile) {
+  list_tiles(scratch, sequences, shape);
+  const int64_t threads = max_threads(), key_tile_count = count_of(scratch.key_tiles);
+  int64_t most_key_tiles = 0, busy_heads = 0;  // busy: with queries
+  for (const HeadTiles& head : scratch.heads) {
     most_key_tiles = std::max(most_key_tiles, head.last_key - head.first_key);
+    busy_heads += head.last_query > head.first_query;
+  }
+  const bool by_head = busy_heads % threads == 0 || busy_heads >= 8 * threads;
+
   const int64_t floats = panels_per_key_tile * shape.panel();
   if (!by_head) scratch.panels.reserve(key_tile_count * floats);
   scratch.threads.resize(std::max(scratch.threads.size(), static_cast<size_t>(threads)));
@@ -350,9 +386,9 @@ inline WorkPlan plan_work(AttentionScratch& scratch, const int64_t* offsets, int
           scratch.query_chunks.data(),
           scratch.heads.data(),
           key_tile_count,
-          static_cast<int64_t>(scratch.query_tiles.size()),
-          static_cast<int64_t>(scratch.query_chunks.size()),
-          head_count,
+          count_of(scratch.query_tiles),
+          count_of(scratch.query_chunks),
+          count_of(scratch.heads),
           scratch.panels.data()};
 }
 
@@ -418,6 +454,7 @@ struct ForwardPanels {
 
 inline void pack_forward(const ForwardPanels& panels, const KeyTile& tile, const ForwardBuffers& at,
                          const AttentionShape& shape) {
+  if (!tile.seen) return;
   const int64_t hd = shape.head_size, k_stride = shape.kv_heads * hd;
   const float* keys = at.k + tile.row * k_stride + tile.kv_head * hd;
   const float* values = at.v + tile.row * at.v_stride + tile.kv_head * hd;
@@ -428,7 +465,7 @@ inline void pack_forward(const ForwardPanels& panels, const KeyTile& tile, const
 // Adds one key tile to the rows of a query tile: out, max and sum of the buffers.
 inline void attention_forward_pair(TileBuffers& buffers, const QueryTile& tile, const ForwardPanels& panels,
                                    int64_t key_tile, const AttentionShape& shape) {
-  const int64_t width = shape.width(), used_rows = tile.positions * shape.group();
+  const int64_t width = shape.width(), used_rows = tile.queries * shape.group();
   const int64_t key = key_tile * kKeyTile;  // position of the first key
   float* probs = buffers.probs.data();      // one row block at a time
   for (int64_t m = 0; m < used_rows; m += kRowBlock) {
@@ -464,12 +501,12 @@ inline void attention_forward_tile(TileBuffers& buffers, const QueryTile& tile, 
     attention_forward_pair(buffers, tile, ForwardPanels(panels, j, shape.panel()), j, shape);
   }
 
-  const int64_t used_rows = tile.positions * shape.group();
+  const int64_t used_rows = tile.queries * shape.group();
   const float *out = buffers.out.data(), *max = buffers.max.data(), *sum = buffers.sum.data();
   float *lse = buffers.lse.data(), *denominator = buffers.delta.data();
   for (int64_t i = 0; i < used_rows; ++i) denominator[i] = horizontal_sum(load(sum + i * kLanes));
   for (int64_t i = 0; i < used_rows; i += kLanes) store(lse + i, load(max + i) + log(load(denominator + i)));
-  for (int64_t i = 0; i < tile.positions; ++i) {
+  for (int64_t i = 0; i < tile.queries; ++i) {
     const int64_t first = (tile.row + i) * shape.heads + tile.kv_head * shape.group();
     for (int64_t row = first; row < first + shape.group(); ++row) {
       store_row(at.out + row * shape.head_size, out, shape.head_size, 1.0f / *denominator++);
@@ -481,17 +518,22 @@ inline void attention_forward_tile(TileBuffers& buffers, const QueryTile& tile, 
 
 }  // namespace attention
 
-// Sequence b owns the rows offsets[b] .. offsets[b + 1] - 1 of all buffers; its i-th row attends to its rows
-// 0 .. i with the weights softmax(q k / sqrt(hd)). Query head h uses key/value head h / (H / KV).
-// out (n, H, hd); lse (n, H) = log of the softmax's denominator, for the backward pass; q (n, H, hd);
-// k (n, KV, hd); v (n, KV, hd) with rows v_stride apart; offsets (B + 1), ascending
+// Sequence b owns the queries q_offsets[b] .. q_offsets[b + 1] - 1 and the keys kv_offsets[b] ..
+// kv_offsets[b + 1] - 1. Each query stands for one token of its sequence and attends to the keys of the
+// sequence up to that token's own with the weights softmax(q k / sqrt(hd)). Query head h uses key/value head
+// h / (H / KV).
+// out (nq, H, hd); lse (nq, H) = log of the softmax's denominator, for the backward pass; q (nq, H, hd);
+// k (nk, KV, hd); v (nk, KV, hd) with rows v_stride apart; own_key (nq): the row in k of each query's own
+// key, ascending inside a sequence; null: queries and keys are the same rows; q_offsets, kv_offsets (B + 1),
+// ascending
 inline void attention_forward(float* out, float* lse, const float* q, const float* k, const float* v,
-                              int64_t v_stride, const int64_t* offsets, int64_t B, int64_t H, int64_t KV,
-                              int64_t hd, AttentionScratch& scratch) {
+                              int64_t v_stride, const int32_t* own_key, const int64_t* q_offsets,
+                              const int64_t* kv_offsets, int64_t B, int64_t H, int64_t KV, int64_t hd,
+                              AttentionScratch& scratch) {
   using namespace attention;
   const AttentionShape shape{H, KV, hd};
   const ForwardBuffers at{out, lse, q, k, v, v_stride};
-  const WorkPlan plan = plan_work(scratch, offsets, B, shape, ForwardPanels::kCount);
+  const WorkPlan plan = plan_work(scratch, {own_key, q_offsets, kv_offsets, B}, shape, ForwardPanels::kCount);
 
 #pragma omp parallel
   {
@@ -558,11 +600,12 @@ inline void pack_backward(const BackwardPanels& panels, const KeyTile& tile, con
   const int64_t hd = shape.head_size, width = shape.width(), k_stride = shape.kv_heads * hd;
   const float* keys = at.k + tile.row * k_stride + tile.kv_head * hd;
   const float* values = at.v + tile.row * at.v_stride + tile.kv_head * hd;
+  std::fill_n(panels.dkeys, round_up(tile.count, kRowBlock) * width, 0.0f);
+  std::fill_n(panels.dvalues, round_up(tile.count, kRowBlock) * width, 0.0f);
+  if (!tile.seen) return;
   pack_transposed(panels.keys_transposed, keys, k_stride, tile.count, hd);
   pack_transposed(panels.values_transposed, values, at.v_stride, tile.count, hd);
   pack_rows(panels.keys, keys, k_stride, tile.count, hd, width);
-  std::fill_n(panels.dkeys, round_up(tile.count, kRowBlock) * width, 0.0f);
-  std::fill_n(panels.dvalues, round_up(tile.count, kRowBlock) * width, 0.0f);
 }
 
 inline void store_key_gradients(const BackwardPanels& panels, const KeyTile& tile, const BackwardBuffers& at,
@@ -591,7 +634,7 @@ inline void load_query_tile(TileBuffers& buffers, const QueryTile& tile, const B
   load_query_rows(buffers.query.data(), at.q, tile, shape, shape.scale());
   load_query_rows(buffers.dout.data(), at.dout, tile, shape, 1.0f);
   float *lse = buffers.lse.data(), *delta = buffers.delta.data();
-  for (int64_t i = 0; i < tile.positions; ++i) {
+  for (int64_t i = 0; i < tile.queries; ++i) {
     const int64_t first = (tile.row + i) * shape.heads + tile.kv_head * shape.group();
     for (int64_t row = first; row < first + shape.group(); ++row) {
       *lse++ = at.lse[row];
@@ -621,7 +664,7 @@ inline void softmax_backward_row(float* probs, float* dscores, int64_t keys, flo
 // many
 inline void attention_backward_pair(TileBuffers& buffers, const QueryTile& tile, const BackwardPanels& panels,
                                     int64_t key, int64_t key_count, const AttentionShape& shape) {
-  const int64_t width = shape.width(), hd = shape.head_size, used_rows = tile.positions * shape.group();
+  const int64_t width = shape.width(), hd = shape.head_size, used_rows = tile.queries * shape.group();
   const int64_t* visible = buffers.visible.data();
   const float *query = buffers.query.data(), *dout = buffers.dout.data();
   const float *lse = buffers.lse.data(), *delta = buffers.delta.data();
@@ -663,16 +706,19 @@ inline void attention_backward_pair(TileBuffers& buffers, const QueryTile& tile,
 
 }  // namespace attention
 
-// dq (n, H, hd), dk (n, KV, hd), dv (n, KV, hd) with rows dv_stride apart: written, not accumulated.
-// dout (n, H, hd); q, k, v, offsets as in the forward pass, out and lse its results
+// dq (nq, H, hd), dk (nk, KV, hd), dv (nk, KV, hd) with rows dv_stride apart: written, not accumulated; dk
+// and dv are 0 where no query sees the key. dout (nq, H, hd); q, k, v, own_key and the offsets as in the
+// forward pass, out and lse its results
 inline void attention_backward(float* dq, float* dk, float* dv, int64_t dv_stride, const float* dout,
                                const float* q, const float* k, const float* v, int64_t v_stride,
-                               const float* out, const float* lse, const int64_t* offsets, int64_t B,
-                               int64_t H, int64_t KV, int64_t hd, AttentionScratch& scratch) {
+                               const float* out, const float* lse, const int32_t* own_key,
+                               const int64_t* q_offsets, const int64_t* kv_offsets, int64_t B, int64_t H,
+                               int64_t KV, int64_t hd, AttentionScratch& scratch) {
   using namespace attention;
   const AttentionShape shape{H, KV, hd};
   const BackwardBuffers at{dq, dk, dv, dv_stride, dout, q, k, v, v_stride, out, lse};
-  const WorkPlan plan = plan_work(scratch, offsets, B, shape, BackwardPanels::kCount);
+  const WorkPlan plan =
+      plan_work(scratch, {own_key, q_offsets, kv_offsets, B}, shape, BackwardPanels::kCount);
   const int64_t dquery_floats = shape.tile_rows() * shape.width();
 
   // A pair (query tile i, key tile j) adds to dq of i and to dk and dv of j. Where threads share the keys,

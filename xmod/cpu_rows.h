@@ -1,11 +1,14 @@
-// What the CPU's passes do to one row: dot products, RMSNorm, softmax, in a fixed order of operations.
+// What the CPU's passes do to one row: dot products, RMSNorm, softmax; and sums over rows. All in a fixed
+// order of operations.
 #pragma once
 
+#include <algorithm>
 #include <cmath>
 #include <cstdint>
 #include <cstring>
 #include <limits>
 
+#include "xmod/aligned_floats.h"
 #include "xmod/cpu_vector.h"
 
 namespace xmod {
@@ -50,18 +53,19 @@ inline float rmsnorm_row(float* out, const float* row, const float* weight, int6
   return rstd;
 }
 
-// The gradient of one row as a function of the column; adds the row's part of dweight to sum.
+// The gradient of one row, or of row - shift, as a function of the column; adds the row's part of dweight to
+// sum.
 inline auto rmsnorm_row_gradient(const float* dout, const float* row, const float* weight, float rstd,
-                                 int64_t d, float* sum) {
+                                 int64_t d, float* sum, float shift = 0) {
   float product = 0;
 #pragma omp simd reduction(+ : product)
   for (int64_t j = 0; j < d; j++) {
-    const float xhat = row[j] * rstd;
+    const float xhat = (row[j] - shift) * rstd;
     product += dout[j] * weight[j] * xhat;
     sum[j] += dout[j] * xhat;
   }
   const float shrink = product / static_cast<float>(d) * rstd;
-  return [=](int64_t j) { return (dout[j] * weight[j] - row[j] * shrink) * rstd; };
+  return [=](int64_t j) { return (dout[j] * weight[j] - (row[j] - shift) * shrink) * rstd; };
 }
 
 inline float logistic(float s) {
@@ -110,5 +114,31 @@ inline double sum_of_squares_double(const float* a, int64_t n) {
   for (int64_t i = 0; i < n; i++) total += static_cast<double>(a[i]) * a[i];
   return total;
 }
+
+// What passes that sum over rows have in common.
+class RowSums {
+ protected:
+  // dweight (d) += the sum over i of what visit(i, sum) adds to sum (d). Rows are summed in chunks of fixed
+  // size, and the chunks in their order.
+  template <class Visit>
+  void add_row_sums(float* dweight, int64_t n, int64_t d, Visit visit) {
+    constexpr int64_t kRows = 64;
+    const int64_t chunks = (n + kRows - 1) / kRows;
+    float* partial = row_sums_.reserve(chunks * d);  // (chunks, d)
+#pragma omp parallel for schedule(static)
+    for (int64_t c = 0; c < chunks; c++) {
+      float* sum = partial + c * d;
+      std::fill(sum, sum + d, 0.0f);
+      for (int64_t i = c * kRows; i < std::min(n, (c + 1) * kRows); i++) visit(i, sum);
+    }
+    for (int64_t c = 0; c < chunks; c++) {
+#pragma omp simd
+      for (int64_t j = 0; j < d; j++) dweight[j] += partial[c * d + j];
+    }
+  }
+
+ private:
+  AlignedFloats row_sums_;
+};
 
 }  // namespace xmod

@@ -145,10 +145,13 @@ inline std::vector<Flag> routing_flags() {
   no_token_bias.default_text = "";
   no_token_bias.set = [](Options& o, const std::string&) { o.model.token_bias_strength = 0; };
   no_token_bias.excludes = "token-bias-strength";
+  Flag dense_prefix = model_flag("dense-prefix", "P", "dense layers before the first unit; also of deco");
+  dense_prefix.default_text += "; deco: 1";
+  dense_prefix.stage = Stage::derived;
   return {
       model_flag("token-sparsity", "K", "a sparse layer processes 1 in K tokens"),
       model_flag("anchor-stride", "A", "units of K sparse layers between dense anchors"),
-      model_flag("dense-prefix", "P", "dense layers before the first unit"),
+      dense_prefix,
       model_flag("no-anchors", "", "only sparse units behind the prefix"),
       model_flag("no-residual-gate", "", "no learned scale of a sparse layer's update"),
       residual_gate_init_flag(),
@@ -158,17 +161,25 @@ inline std::vector<Flag> routing_flags() {
 }
 
 inline std::vector<Flag> expert_flags() {
-  std::vector<Flag> flags = {
-      model_flag("experts", "E", "routed experts of a layer"),
-      model_flag("experts-per-token", "N", "experts that a token goes to"),
-      model_flag("expert-dim", "N", "hidden width of an expert"),
-      model_flag("shared-experts", "N", "experts that every token goes to"),
+  auto required = [](Flag flag) {
+    flag.default_text = "";
+    flag.required = true;
+    return flag;
   };
-  for (size_t i = 0; i < 3; i++) {
-    flags[i].default_text = "";
-    flags[i].required = true;
-  }
-  return flags;
+  Flag shared = model_flag("shared-experts", "N",
+                           "experts that every token goes to; deco: one, N times --expert-dim wide");
+  shared.default_text = "0; deco: 1";
+  shared.stage = Stage::derived;
+  return {
+      required(model_flag("experts", "E", "routed experts of a layer")),
+      required(model_flag("experts-per-token", "N", "experts that a token goes to")),
+      required(model_flag("expert-dim", "N", "hidden width of an expert")),
+      shared,
+      model_flag("expert-bias-rate", "X", "step of the expert biases that balance the load; 0: off"),
+      model_flag("active-ratio", "X", "share of active (token, expert) pairs to train towards"),
+      model_flag("entropy-weight", "X", "lambda of the entropy term at the start, and its least"),
+      model_flag("entropy-growth", "X", "lambda's factor of a step with too many active pairs"),
+  };
 }
 
 inline std::vector<Flag> train_data_flags() {
@@ -324,7 +335,7 @@ inline std::vector<Flag> flag_table() {
   add("Length", train, length_flags());
   add("Model", model, size_flags());
   add("Routing (mod has only the first; xmod, routed-ffn and selected-q all)", model, routing_flags());
-  add("Experts (moe)", model, expert_flags());
+  add("Experts (moe, deco)", model, expert_flags());
   add("Optimizer", train, optimizer_flags());
   add("Validation and checkpoints", train, record_flags());
   add("Machine", train, train_machine_flags());

@@ -6,12 +6,16 @@
 // where a pass says that it adds.
 #pragma once
 
+#include <algorithm>
+#include <cmath>
 #include <functional>
+#include <optional>
 #include <string>
 #include <vector>
 
 #include "xmod/activations.h"
 #include "xmod/device_buffer.h"
+#include "xmod/expert_loads.h"
 #include "xmod/rng.h"
 #include "xmod_common.h"
 
@@ -38,12 +42,19 @@ class Model {
         be_(backend),
         params_(backend, table.total),
         grads_(backend, use == Use::training ? table.total : 0),
-        threshold_(backend, sparse_layers),
-        kth_sum_(backend, sparse_layers),
+        buffers_(backend, table.buffers_total),
+        step_sums_(backend, table.step_sums_total),
         rope_(backend, config.seq_len * config.head_dim),
         arena_(backend, arena_bytes(config, max_batch, use)),
-        max_batch_(max_batch) {
-    require_passes(config);
+        max_batch_(max_batch),
+        entropy_weight_(config.entropy_weight),
+        ctx_{be_,
+             this->config,
+             params_.data(),
+             use == Use::training ? grads_.data() : nullptr,
+             buffers_.data(),
+             nullptr,
+             rope_.data()} {
     be_.rope_table(rope_.data(), config.seq_len, config.head_dim, config.rope_theta);
     if (use == Use::training) training_ = carve(use);
     inference_ = carve(Use::inference);
@@ -55,9 +66,8 @@ class Model {
     for (const Parameter& p : table.entries) {
       host.resize(static_cast<size_t>(p.size));
       float* out = host.data();
-      if (p.init == Init::ones || p.init == Init::gate) {
-        const double value = p.init == Init::ones ? 1 : config.residual_gate_init;
-        std::fill(out, out + p.size, static_cast<float>(value));
+      if (const std::optional<double> value = constant_init(p)) {
+        std::fill(out, out + p.size, static_cast<float>(*value));
       } else {
         fill_normal(out, p.size, init_std(p), seed, stream_of(p.name));
       }
@@ -70,10 +80,14 @@ class Model {
   double forward_backward(const int32_t* tokens, const int32_t* targets, int64_t B, int64_t T,
                           float loss_scale) {
     start_batch(training_, tokens, targets, B, T);
+    ctx_.step_sums = step_sums_.data();
+    ctx_.dentropy =
+        static_cast<float>(loss_scale * entropy_weight_ / static_cast<double>(n_ * count_layers(plan)));
     forward_layers(Routing::topk);
     const double loss = head_forward_backward(loss_scale);
     backward_layers();
-    be_.add_row_means(kth_sum_.data(), act_->kth_score, sparse_layers, B);
+    be_.add_row_means(step_sums_.data(), act_->kth_score, sparse_layers, B);
+    step_tokens_ += n_;
     return loss;
   }
 
@@ -101,26 +115,37 @@ class Model {
     }
   }
 
-  // Closes a training step of `sequences` sequences: moves every threshold tau towards the mean C-th largest
-  // score. step counts from 1; the step-dependent rate is Adam's bias correction, folded into the average.
-  void update_thresholds(int64_t step, int64_t micro_batches) {
-    const double rate = (1 - kThresholdDecay) / (1 - std::pow(kThresholdDecay, static_cast<double>(step)));
-    be_.threshold_update(threshold_.data(), kth_sum_.data(), static_cast<float>(1.0 / micro_batches),
-                         static_cast<float>(rate), sparse_layers);
+  // Closes a training step: moves what training moves without a gradient, by the sums over its
+  // micro-batches. step counts from 1. Returns the experts' loads.
+  ExpertLoads close_step(int64_t step, int64_t micro_batches) {
+    update_thresholds(step, micro_batches);
+    const ExpertLoads loads = expert_loads();
+    balance_experts();
+    if (config.arch == Arch::deco) {
+      const bool too_many = loads.active_ratio > config.active_ratio;
+      entropy_weight_ = too_many ? entropy_weight_ * config.entropy_growth
+                                 : std::max(entropy_weight_ / config.entropy_growth, config.entropy_weight);
+    }
+    be_.zero(step_sums_.data(), table.step_sums_total);
+    step_tokens_ = 0;
+    return loads;
   }
 
   void zero_gradients() { be_.zero(grads_.data(), table.total); }
 
-  float* params() const { return params_.data(); }         // (table.total)
-  float* grads() const { return grads_.data(); }           // (table.total)
-  float* thresholds() const { return threshold_.data(); }  // (sparse_layers) tau
+  float* params() const { return params_.data(); }           // (table.total)
+  float* grads() const { return grads_.data(); }             // (table.total)
+  float* buffers() const { return buffers_.data(); }         // (table.buffers_total)
+  float* thresholds() const { return buffers_.data(); }      // (sparse_layers) tau
+  double entropy_weight() const { return entropy_weight_; }  // deco: lambda
+  void set_entropy_weight(double lambda) { entropy_weight_ = lambda; }
   Backend& backend() const { return be_; }
   int64_t max_batch() const { return max_batch_; }
   // The last batch's intermediate tensors, on the device; layers() of a forward_backward batch only.
   const Activations<floatX>& activations() const { return *act_; }
 
   // When set, is told the rows that each sparse layer has just selected (routing analysis, tests).
-  std::function<void(size_t layer, const Rows& rows)> on_selection;
+  std::function<void(int64_t layer, const Rows& rows)> on_selection;
 
   const ModelConfig config;
   const LayerPlan plan;
@@ -139,7 +164,20 @@ class Model {
 
   Activations<floatX> carve(Use use) {
     Arena arena(arena_.data());
-    return carve_activations<floatX>(arena, config, plan, max_batch_, config.seq_len, use);
+    return carve_activations<floatX>(arena, config, plan, table, max_batch_, config.seq_len, use);
+  }
+
+  std::optional<double> constant_init(const Parameter& p) const {
+    switch (p.init) {
+      case Init::ones:
+        return 1;
+      case Init::gate:
+        return config.residual_gate_init;
+      case Init::expert_scale:
+        return 0.1;
+      default:
+        return std::nullopt;
+    }
   }
 
   double init_std(const Parameter& p) const {
@@ -153,6 +191,8 @@ class Model {
         return 1 / std::sqrt(fan_in * 2 * static_cast<double>(config.active_layers));
       case Init::router:
         return 0.5 / std::sqrt(fan_in);
+      case Init::relu_router:
+        return 0.01;
       default:
         return 0;
     }
@@ -174,6 +214,11 @@ class Model {
     be_.fill_sequence(act.all_rows, n_);
     be_.uniform_offsets(act.all_offsets, B, T);
     be_.uniform_offsets(act.topk_offsets, B, C_);
+    ctx_.B = B, ctx_.T = T;
+    ctx_.all_rows = {act.all_rows, act.all_offsets, n_};
+    ctx_.stream = act.stream;
+    ctx_.dstream = act.dstream;
+    ctx_.step_sums = nullptr;
   }
 
   void forward_layers(Routing routing) {
@@ -189,8 +234,11 @@ class Model {
     } else {
       a.rows.n = n_;
     }
-    attention_part_forward(a, p);
-    ffn_part_forward(a, p);
+    with_kind<floatX>(p.attention, a.attention, act_->scratch.attention,
+                      [&](const auto& attention, auto& saved, auto& scratch) {
+                        attention.forward(ctx_, saved, scratch, a.x, a.delta, a.rows);
+                      });
+    if (plan[l].ffn != Ffn::none) ffn_part_forward(a, p);
     be_.gated_scatter_forward(act_->stream, a.delta, a.router_logit,
                               gated(p) ? weight(p.residual_gate) : nullptr, a.rows.row, a.rows.n, config.dim);
   }
@@ -211,35 +259,19 @@ class Model {
                       C_);
     } else {
       a.rows.n = be_.select_threshold(a.rows.row, a.rows.offsets, act_->selection_score,
-                                      threshold_.data() + layer.sparse_index, B_, T_);
+                                      thresholds() + layer.sparse_index, B_, T_);
     }
     be_.count_selected(a.router_logit, act_->times_selected, act_->score, a.rows.row, a.rows.n);
-    if (on_selection) on_selection(l, a.rows);
+    if (on_selection) on_selection(layer.number, a.rows);
   }
 
-  // delta = Attn(RMSNorm(x)), x = the layer's rows of the stream.
-  void attention_part_forward(LayerActivations<floatX>& a, const LayerParameters& p) {
-    const ModelConfig& c = config;
-    const int64_t n = a.rows.n;
-    be_.gather_rmsnorm_forward(a.x, a.attn_norm, a.attn_rstd, act_->stream, weight(p.input_layernorm),
-                               a.rows.row, n, c.dim, eps());
-    be_.matmul_forward(a.qkv, a.attn_norm, weight(p.q_proj), n, c.dim, c.qkv_dim());
-    be_.qk_norm_rope_forward(a.q, a.k, a.qk_rstd, a.qkv, weight(p.q_norm), weight(p.k_norm), rope_.data(),
-                             a.rows.row, n, T_, c.seq_len, c.heads, c.kv_heads, c.head_dim, eps());
-    be_.attention_forward(a.attn, a.lse, a.q, a.k, a.qkv, a.rows.offsets, B_, c.heads, c.kv_heads,
-                          c.head_dim);
-    be_.matmul_forward(a.delta, a.attn, weight(p.o_proj), n, c.q_dim(), c.dim);
-  }
-
-  // delta += FFN(RMSNorm(x + delta)).
+  // delta += FFN(RMSNorm(x + delta))
   void ffn_part_forward(LayerActivations<floatX>& a, const LayerParameters& p) {
-    const ModelConfig& c = config;
-    const int64_t n = a.rows.n;
     be_.residual_rmsnorm_forward(a.h, a.ffn_norm, a.ffn_rstd, a.x, a.delta,
-                                 weight(p.post_attention_layernorm), n, c.dim, eps());
-    be_.matmul_forward(a.gate_up, a.ffn_norm, weight(p.gate_proj), n, c.dim, 2 * c.ffn_dim);
-    be_.swiglu_forward(a.act, a.gate_up, n, c.ffn_dim);
-    be_.matmul_add_forward(a.delta, a.act, weight(p.down_proj), n, c.ffn_dim, c.dim);
+                                 weight(p.post_attention_layernorm), a.rows.n, config.dim, eps());
+    with_kind<floatX>(p.ffn, a.ffn, act_->scratch.ffn, [&](const auto& ffn, auto& saved, auto& scratch) {
+      ffn.forward(ctx_, saved, scratch, a.delta, a.ffn_norm, a.rows.n);
+    });
   }
 
   // Walks the rows in chunks so that only (logit_rows, V) logits exist; returns the mean loss.
@@ -285,12 +317,19 @@ class Model {
   void layer_backward(size_t l) {
     const LayerParameters& p = table.layers[l];
     const LayerActivations<floatX>& a = act_->layers[l];
-    LayerGradients<floatX>& g = act_->grads;
+    LayerScratch<floatX>& g = act_->scratch;
     be_.gated_scatter_backward(
         g.ddelta, g.dlogit, gated(p) ? gradient(p.residual_gate) : nullptr, act_->dstream, a.delta,
         a.router_logit, gated(p) ? weight(p.residual_gate) : nullptr, a.rows.row, a.rows.n, config.dim);
-    ffn_part_backward(a, p, g);
-    attention_part_backward(a, p, g);
+    if (plan[l].ffn != Ffn::none) {
+      ffn_part_backward(a, p, g);
+    } else {
+      be_.zero(g.dx, a.rows.n * config.dim);
+    }
+    with_kind<floatX>(p.attention, a.attention, g.attention,
+                      [&](const auto& attention, const auto& saved, auto& scratch) {
+                        attention.backward(ctx_, saved, scratch, g.dx, g.ddelta, a.x, a.rows);
+                      });
     if (plan[l].routed) {
       be_.router_backward(g.dx, gradient(p.router), g.dlogit, a.x, weight(p.router), a.rows.n, config.dim,
                           eps());
@@ -300,41 +339,56 @@ class Model {
 
   // From ddelta: the FFN's gradients; dx = d(h); ddelta += d(h), since h = x + delta before the FFN.
   void ffn_part_backward(const LayerActivations<floatX>& a, const LayerParameters& p,
-                         LayerGradients<floatX>& g) {
-    const ModelConfig& c = config;
-    const int64_t n = a.rows.n;
-    be_.matmul_backward(g.dact, gradient(p.down_proj), g.ddelta, a.act, weight(p.down_proj), n, c.ffn_dim,
-                        c.dim);
-    be_.swiglu_backward(g.dgate_up, g.dact, a.gate_up, n, c.ffn_dim);
-    be_.matmul_backward(g.dnorm, gradient(p.gate_proj), g.dgate_up, a.ffn_norm, weight(p.gate_proj), n, c.dim,
-                        2 * c.ffn_dim);
+                         LayerScratch<floatX>& g) {
+    with_kind<floatX>(p.ffn, a.ffn, g.ffn, [&](const auto& ffn, const auto& saved, auto& scratch) {
+      ffn.backward(ctx_, saved, scratch, Gradient::write, g.dnorm, g.ddelta, a.ffn_norm, a.rows.n);
+    });
     be_.residual_rmsnorm_backward(g.dx, g.ddelta, gradient(p.post_attention_layernorm), g.dnorm, a.h,
-                                  weight(p.post_attention_layernorm), a.ffn_rstd, n, c.dim);
+                                  weight(p.post_attention_layernorm), a.ffn_rstd, a.rows.n, config.dim);
   }
 
-  // From ddelta = d(attention): the attention's gradients; dx += d(x) through the norm.
-  void attention_part_backward(const LayerActivations<floatX>& a, const LayerParameters& p,
-                               LayerGradients<floatX>& g) {
-    const ModelConfig& c = config;
-    const int64_t n = a.rows.n;
-    be_.matmul_backward(g.dattn, gradient(p.o_proj), g.ddelta, a.attn, weight(p.o_proj), n, c.q_dim(), c.dim);
-    be_.attention_backward(g.dq, g.dk, g.dqkv, g.dattn, a.q, a.k, a.qkv, a.attn, a.lse, a.rows.offsets, B_,
-                           c.heads, c.kv_heads, c.head_dim);
-    be_.qk_norm_rope_backward(g.dqkv, gradient(p.q_norm), gradient(p.k_norm), g.dq, g.dk, a.qkv,
-                              weight(p.q_norm), weight(p.k_norm), a.qk_rstd, rope_.data(), a.rows.row, n, T_,
-                              c.seq_len, c.heads, c.kv_heads, c.head_dim);
-    be_.matmul_backward(g.dnorm, gradient(p.q_proj), g.dqkv, a.attn_norm, weight(p.q_proj), n, c.dim,
-                        c.qkv_dim());
-    be_.rmsnorm_add_backward(g.dx, gradient(p.input_layernorm), g.dnorm, a.x, weight(p.input_layernorm),
-                             a.attn_rstd, n, c.dim);
+  // --- between steps ---
+
+  // Moves every threshold tau towards the mean C-th largest score. The step-dependent rate is Adam's bias
+  // correction, folded into the average.
+  void update_thresholds(int64_t step, int64_t micro_batches) {
+    const double rate = (1 - kThresholdDecay) / (1 - std::pow(kThresholdDecay, static_cast<double>(step)));
+    be_.threshold_update(thresholds(), step_sums_.data(), static_cast<float>(1.0 / micro_batches),
+                         static_cast<float>(rate), sparse_layers);
+  }
+
+  void balance_experts() {
+    const float rate = static_cast<float>(config.expert_bias_rate);
+    for (const LayerParameters& p : table.layers) {
+      const Moe* moe = std::get_if<Moe>(&p.ffn);
+      if (moe)
+        be_.expert_bias_update(buffers_.data() + moe->bias, step_sums_.data() + moe->loads, rate,
+                               config.experts);
+    }
+  }
+
+  // Of the micro-batches since the last step.
+  ExpertLoads expert_loads() {
+    std::vector<std::vector<float>> layers;
+    for (const LayerParameters& p : table.layers) {
+      const int64_t at = loads_offset(p.ffn);
+      if (at < 0) continue;
+      layers.emplace_back(static_cast<size_t>(config.experts));
+      be_.to_host(layers.back().data(), step_sums_.data() + at, config.experts);
+    }
+    return summarise_loads(layers, step_tokens_);
   }
 
   Backend& be_;
   DeviceBuffer<Backend, float> params_, grads_;
-  DeviceBuffer<Backend, float> threshold_, kth_sum_;  // (sparse_layers)
-  DeviceBuffer<Backend, float> rope_;                 // (T, hd/2) cosines, then (T, hd/2) sines
+  DeviceBuffer<Backend, float> buffers_;    // (table.buffers_total)
+  DeviceBuffer<Backend, float> step_sums_;  // (table.step_sums_total) of the running training step
+  DeviceBuffer<Backend, float> rope_;       // (T, hd/2) cosines, then (T, hd/2) sines
   DeviceBuffer<Backend, unsigned char> arena_;
   int64_t max_batch_;
+  int64_t step_tokens_ = 0;  // trained on in the running step
+  double entropy_weight_;    // lambda
+  LayerContext<Backend> ctx_;
   Activations<floatX> training_, inference_;
   Activations<floatX>* act_ = nullptr;     // of the running batch
   int64_t B_ = 0, T_ = 0, n_ = 0, C_ = 0;  // of the running batch; C: tokens a sparse layer selects

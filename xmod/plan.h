@@ -35,6 +35,7 @@ inline std::vector<LayerRun> layer_runs(const ModelConfig& c, const LayerPlan& p
   const int64_t unit = has_units(c.arch) ? c.token_sparsity : 1;
   std::vector<LayerRun> runs;
   for (const Layer& layer : plan) {
+    if (layer.ffn == Ffn::none) continue;  // drawn as part of the layer it opens
     if (runs.empty() || runs.back().sparse != layer.routed) runs.push_back({layer.routed, 0, unit});
     runs.back().length++;
   }
@@ -113,7 +114,6 @@ inline std::vector<std::string> pattern_rows(const ModelConfig& c, const LayerPl
 
 struct MemoryEstimate {
   std::vector<std::pair<std::string, int64_t>> groups;  // name, bytes
-  bool activations_known = true;  // false: the passes of this architecture are not built yet
 
   int64_t total() const {
     int64_t bytes = 0;
@@ -135,13 +135,11 @@ inline MemoryEstimate estimate_memory(const ModelConfig& c, int64_t batch_size,
       {"gradients", table.total * kFloat},
       {"optimizer: momentum", table.total * kFloat},
       {"optimizer: AdamW's second moments", second_moments * kFloat},
-      {"rotary table and thresholds", (c.seq_len * c.head_dim + 2 * count_sparse(plan)) * kFloat},
+      {"rotary table, thresholds, expert biases",
+       (c.seq_len * c.head_dim + table.buffers_total + table.step_sums_total) * kFloat},
   };
-  memory.activations_known = has_passes(plan);
-  if (memory.activations_known) {
-    const Arena arena = measure_activations<float>(c, batch_size, c.seq_len, Use::training);
-    memory.groups.insert(memory.groups.end(), arena.groups().begin(), arena.groups().end());
-  }
+  const Arena arena = measure_activations<float>(c, batch_size, c.seq_len, Use::training);
+  memory.groups.insert(memory.groups.end(), arena.groups().begin(), arena.groups().end());
   return memory;
 }
 
@@ -179,19 +177,14 @@ inline void require_memory(int64_t needed, int64_t available) {
   fail("out of memory: ", gib(needed), " needed, the machine has ", gib(available), "; ", kMemoryRemedy);
 }
 
-inline void print_memory(const ModelConfig& c, const MemoryEstimate& memory, std::ostream& out) {
+inline void print_memory(const MemoryEstimate& memory, std::ostream& out) {
   auto row = [&](const std::string& name, const std::string& value) {
     out << detail::print("  %-38s", name.c_str()) << value << "\n";
   };
   for (const auto& [name, bytes] : memory.groups) {
     if (bytes > 0) row(name, detail::bytes(bytes));
   }
-  if (memory.activations_known) {
-    row("total", detail::bytes(memory.total()));
-  } else {
-    row("activations", "estimate for " + arch_name(c.arch) + " not available");
-    row("total without activations", detail::bytes(memory.total()));
-  }
+  row("total", detail::bytes(memory.total()));
 }
 
 // ---------------------------------------------------------------------------------------------------
@@ -210,8 +203,7 @@ namespace detail {
 inline nlohmann::ordered_json memory_json(const MemoryEstimate& memory) {
   nlohmann::ordered_json out;
   for (const auto& [name, bytes] : memory.groups) out[name] = bytes;
-  if (!memory.activations_known) out["activations"] = nullptr;
-  out["total"] = memory.activations_known ? nlohmann::ordered_json(memory.total()) : nullptr;
+  out["total"] = memory.total();
   return out;
 }
 
@@ -223,6 +215,10 @@ inline std::string title(const ModelConfig& c) {
     name += c.anchors ? " A" + std::to_string(c.anchor_stride) + "K" : " without anchors, K";
     name += std::to_string(c.token_sparsity);
   }
+  if (c.arch == Arch::deco) {
+    name += " " + std::to_string(c.experts) + " experts";
+    if (c.shared_experts > 0) name += " and a shared one";
+  }
   if (c.arch == Arch::moe) {
     name += " " + std::to_string(c.experts_per_token) + ":" + std::to_string(c.experts);
     if (c.shared_experts > 0) name += "+" + std::to_string(c.shared_experts);
@@ -231,8 +227,12 @@ inline std::string title(const ModelConfig& c) {
 }
 
 inline std::string meaning_of_dense(const ModelConfig& c) {
-  return c.arch == Arch::moe ? "attention of every token; the feed-forward part by experts"
-                             : "dense: processes every token";
+  if (c.arch == Arch::moe) return "attention of every token; the feed-forward part by experts";
+  if (c.arch == Arch::deco) {
+    return "attention of every token; behind " + std::to_string(c.dense_prefix) +
+           " dense layers the feed-forward part by experts that a ReLU chooses";
+  }
+  return "dense: processes every token";
 }
 
 inline std::string meaning_of_sparse(const ModelConfig& c) {
@@ -341,7 +341,7 @@ inline void print_plan(const Options& options, std::ostream& out) {
   detail::print_layers(c, out);
   detail::print_counts(c, o.compute, out);
   out << "\nMemory to train on batches of " << o.batch_size << " x " << c.seq_len << " tokens in fp32\n";
-  print_memory(c, estimate_memory(c, o.batch_size), out);
+  print_memory(estimate_memory(c, o.batch_size), out);
 }
 
 }  // namespace xmod

@@ -89,7 +89,8 @@ class Trainer {
 
   void run() {
     start();
-    MetricsLog metrics((std::filesystem::path(o_.out) / "metrics.csv").string(), state_.step);
+    MetricsLog metrics((std::filesystem::path(o_.out) / "metrics.csv").string(), state_.step,
+                       has_experts(config_.arch));
     while (state_.step < steps_) {
       Stopwatch watch;
       MetricsRow row = train_step();
@@ -139,7 +140,7 @@ class Trainer {
     announce_data("training", loader_.shards(), loader_.shards().num_sequences());
     if (validation_) announce_data("validation", validation_->shards(), validation_->num_sequences());
     log_ << "memory\n";
-    print_memory(config_, estimate_memory(config_, o_.batch_size, o_.optimizer), log_);
+    print_memory(estimate_memory(config_, o_.batch_size, o_.optimizer), log_);
     log_ << std::flush;
   }
 
@@ -161,6 +162,7 @@ class Trainer {
              " by the directory's name; give the directory its name back");
       }
       loader_.restore(state_.loader);
+      model_.set_entropy_weight(state_.entropy_weight);
       keep_newest_checkpoints(o_.out, o_.keep_checkpoints);  // the run may have ended before it came to that
       log_ << "resuming from " << resume_from_->directory << "\n";
     } else {
@@ -211,10 +213,11 @@ class Trainer {
     const double grad_norm = optimizer_.gradient_norm(model_.grads());
     require_finite("gradient norm", grad_norm, step, "the update");
     optimizer_.update(model_.params(), model_.grads(), grad_norm, step, lr, adamw_lr);
-    model_.update_thresholds(step, o_.grad_accum);
+    const ExpertLoads loads = model_.close_step(step, o_.grad_accum);
     state_.step = step;
     state_.tokens += step_tokens();
     state_.loader = loader_.state();
+    state_.entropy_weight = model_.entropy_weight();
     return {.step = step,
             .tokens = state_.tokens,
             .flops = static_cast<double>(state_.tokens) * training_flops_per_token(config_),
@@ -223,7 +226,8 @@ class Trainer {
             .val_loss_threshold = {},
             .lr = lr,
             .grad_norm = grad_norm,
-            .tokens_per_second = 0};
+            .tokens_per_second = 0,
+            .expert_loads = loads};
   }
 
   // Leaves the gradient of the step's mean loss; returns the loss.

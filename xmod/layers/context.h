@@ -1,0 +1,47 @@
+// What a layer's passes work with besides their own tensors: the backend, the model's parameters and the
+// running batch.
+#pragma once
+
+#include <cstdint>
+
+#include "xmod/arena.h"
+#include "xmod/model_config.h"
+
+namespace xmod {
+
+// Whether a backward pass writes the gradient of its input or adds to it.
+enum class Gradient { write, add };
+
+template <class Backend>
+struct LayerContext {
+  using floatX = typename Backend::floatX;
+
+  Backend& be;
+  const ModelConfig& config;
+  const float* params;       // offsets are those of the parameter table
+  float* grads;              // the same layout
+  const float* buffers;      // offsets are those of the table's buffers
+  float* step_sums;          // the table's step sums; null: no training step, sum nothing
+  const float* rope;         // (2, seq_len, hd/2) cosines and sines
+  int64_t B = 0, T = 0;      // of the running batch
+  Rows all_rows = {};        // n = B*T
+  float* stream = nullptr;   // (B*T, d) the residual stream
+  float* dstream = nullptr;  // (B*T, d) its gradient
+  float dentropy = 0;        // deco: gradient of every token's entropy in every layer
+
+  const float* weight(int64_t offset) const { return params + offset; }
+  float* gradient(int64_t offset) const { return grads + offset; }
+  float eps() const { return static_cast<float>(config.rms_norm_eps); }
+
+  // dinp = dout W (or added to it), dW += dout^T inp
+  void matmul_backward(Gradient mode, floatX* dinp, int64_t matrix, const floatX* dout, const floatX* inp,
+                       int64_t n, int64_t C, int64_t OC) const {
+    if (mode == Gradient::write) {
+      be.matmul_backward(dinp, gradient(matrix), dout, inp, weight(matrix), n, C, OC);
+    } else {
+      be.matmul_add_backward(dinp, gradient(matrix), dout, inp, weight(matrix), n, C, OC);
+    }
+  }
+};
+
+}  // namespace xmod

@@ -1,0 +1,65 @@
+// What layers with experts share: tokens grouped by expert, so that each expert is one matrix product.
+#pragma once
+
+#include <cstdint>
+#include <string>
+#include <vector>
+
+#include "xmod/layers/context.h"
+
+namespace xmod {
+
+// The (token, expert) pairs of a layer, in two orders: by expert, where the products run, and by token, where
+// their results are summed.
+struct ExpertGroups {
+  uint8_t* chosen = nullptr;        // (n, E) 1 where the token goes to the expert
+  int32_t* row = nullptr;           // (pairs) the token of each grouped row
+  int32_t* expert = nullptr;        // (pairs) its expert
+  int32_t* slot = nullptr;          // (pairs) the grouped row of each pair, by token, then expert
+  int64_t* slot_offsets = nullptr;  // (n+1) token i owns slot[slot_offsets[i] .. slot_offsets[i+1])
+  std::vector<int64_t> offsets;  // (E+1) on the host: expert e owns grouped rows offsets[e] .. offsets[e+1]
+  int64_t pairs = 0;
+
+  static ExpertGroups carve(Arena& arena, int64_t n, int64_t E, int64_t most_pairs) {
+    ExpertGroups g;
+    g.chosen = arena.take<uint8_t>(n * E);
+    g.row = arena.take<int32_t>(most_pairs);
+    g.expert = arena.take<int32_t>(most_pairs);
+    g.slot = arena.take<int32_t>(most_pairs);
+    g.slot_offsets = arena.take<int64_t>(n + 1);
+    g.offsets.resize(static_cast<size_t>(E + 1));
+    return g;
+  }
+
+  // From `chosen`; notes the loads of a training step.
+  template <class Backend>
+  void group(const LayerContext<Backend>& ctx, int64_t n, int64_t E, int64_t loads) {
+    pairs = ctx.be.group_by_expert(row, expert, slot, slot_offsets, offsets.data(), chosen, n, E);
+    if (ctx.step_sums) ctx.be.add_expert_loads(ctx.step_sums + loads, offsets.data(), E);
+  }
+
+  // out (pairs, OC) = inp (pairs, C) W_e^T, each group by its expert's matrix (OC, C)
+  template <class Backend, class floatX>
+  void matmul_forward(const LayerContext<Backend>& ctx, floatX* out, const floatX* inp,
+                      const std::vector<int64_t>& matrices, int64_t C, int64_t OC) const {
+    for (size_t e = 0; e < matrices.size(); e++) {
+      const int64_t first = offsets[e], rows = offsets[e + 1] - first;
+      if (rows == 0) continue;
+      ctx.be.matmul_forward(out + first * OC, inp + first * C, ctx.weight(matrices[e]), rows, C, OC);
+    }
+  }
+
+  // dinp (pairs, C) and the gradient of every expert's matrix
+  template <class Backend, class floatX>
+  void matmul_backward(const LayerContext<Backend>& ctx, floatX* dinp, const std::vector<int64_t>& matrices,
+                       const floatX* dout, const floatX* inp, int64_t C, int64_t OC) const {
+    for (size_t e = 0; e < matrices.size(); e++) {
+      const int64_t first = offsets[e], rows = offsets[e + 1] - first;
+      if (rows == 0) continue;
+      ctx.matmul_backward(Gradient::write, dinp + first * C, matrices[e], dout + first * OC, inp + first * C,
+                          rows, C, OC);
+    }
+  }
+};
+
+}  // namespace xmod
