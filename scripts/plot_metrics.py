@@ -118,15 +118,7 @@ def threshold_differs(run):
 
 def draw(runs, labels, width, log_x):
     """The figure: one panel for each way of counting what a run has spent, the same loss axis in all."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    import matplotlib.pyplot as plt
-    from matplotlib.ticker import FuncFormatter, MaxNLocator
-
-    plt.rcParams.update({"font.size": 10, "axes.edgecolor": INK, "text.color": INK, "axes.labelcolor": INK,
-                         "xtick.color": INK, "ytick.color": INK, "svg.fonttype": "none"})
-    figure, axes = plt.subplots(1, 3, figsize=(13, 4.6), sharey=True)
+    figure, axes = new_figure(1, 3, figsize=(13, 4.6), sharey=True)
     skipped = 0.01 if log_x else 0.08  # the share of the run in the first steep fall, which would press the rest flat
     for panel, (x, title) in zip(axes, PANELS):
         for i, run in enumerate(runs):
@@ -134,20 +126,39 @@ def draw(runs, labels, width, log_x):
         if log_x:
             panel.set_xscale("log")
             panel.set_xlim(left=min(run[x][int(skipped * len(run[x]))] for run in runs) or None)
-        else:
-            panel.xaxis.set_major_locator(MaxNLocator(5))
-        panel.xaxis.set_major_formatter(FuncFormatter(format_flops if x == "flops" else format_count))
-        panel.set_xlabel(title)
-        panel.grid(True, color=FAINT, linewidth=0.6)
-        panel.set_axisbelow(True)
-        for side in ("top", "right"):
-            panel.spines[side].set_visible(False)
+        style_panel(panel, title, format_flops if x == "flops" else format_count)
     axes[0].set_ylabel("loss (nats per token)")
     axes[0].set_ylim(*loss_limits(runs, width, skipped))
     figure.subplots_adjust(left=0.055, right=0.86, top=0.9, bottom=0.13, wspace=0.08)
     label_lines(axes[-1], runs, labels)
     explain_styles(figure, runs)
     return figure
+
+
+def new_figure(*shape, **options):
+    """(figure, axes) in the style of all our pictures, made without a display."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    plt.rcParams.update({"font.size": 10, "axes.edgecolor": INK, "text.color": INK, "axes.labelcolor": INK,
+                         "xtick.color": INK, "ytick.color": INK, "svg.fonttype": "none"})
+    return plt.subplots(*shape, **options)
+
+
+def style_panel(panel, title, format_x=None):
+    from matplotlib.ticker import FuncFormatter, MaxNLocator
+
+    if panel.get_xscale() == "linear":
+        panel.xaxis.set_major_locator(MaxNLocator(5))
+    if format_x:
+        panel.xaxis.set_major_formatter(FuncFormatter(format_x))
+    panel.set_xlabel(title)
+    panel.grid(True, color=FAINT, linewidth=0.6)
+    panel.set_axisbelow(True)
+    for side in ("top", "right"):
+        panel.spines[side].set_visible(False)
 
 
 def draw_run(panel, run, x, i, width, raw):
