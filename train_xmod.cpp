@@ -81,6 +81,9 @@ class CpuBackend : public CpuExpertPasses {
   void zero(T* data, int64_t n) {
     if (n > 0) std::memset(data, 0, static_cast<size_t>(n) * sizeof(T));
   }
+  void fill(float* data, float value, int64_t n) {
+    std::fill_n(data, n, value);
+  }
   template <class T>
   void copy(T* out, const T* inp, int64_t n) {
     if (n > 0) std::memcpy(out, inp, static_cast<size_t>(n) * sizeof(T));

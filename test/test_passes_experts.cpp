@@ -413,6 +413,14 @@ Doubles deco_gradient_reference(const Floats& logit, const Floats& dweight, cons
   return gradient;
 }
 
+TEST_F(PassTest, EntropyWeightUpdateHasAFloor) {
+  auto lambda = holding(Floats{0.5f});
+  be_.entropy_weight_update(lambda, 1.5f, 0.4f);
+  EXPECT_EQ(lambda.values(), Floats{0.75f});
+  be_.entropy_weight_update(lambda, 0.5f, 0.4f);
+  EXPECT_EQ(lambda.values(), Floats{0.4f});
+}
+
 // Through the weights, through the entropy, through both.
 TEST_F(PassTest, DecoRouteBackward) {
   for (const auto& shares : {std::pair<float, float>{1, 0}, {0, 0.3f}, {1, 0.3f}}) {
@@ -423,8 +431,8 @@ TEST_F(PassTest, DecoRouteBackward) {
       Floats dweight = normal_numbers(n * E, 4, weight_share);
       for (int64_t j = 0; j < n * E; j++) dweight[j] = logit[j] > 0 ? dweight[j] : 0;
       auto dlogit = unwritten(n * E), dscale = holding(before);
-      be_.deco_route_backward(dlogit, dscale, holding(dweight), holding(logit), holding(scale), dentropy, n,
-                              E);
+      be_.deco_route_backward(dlogit, dscale, holding(dweight), holding(logit), holding(scale),
+                              holding(Floats{2 * dentropy}), 0.5f, n, E);
 
       const Floats got = dlogit.values();
       Doubles expected_dscale = doubles(before);
@@ -451,7 +459,7 @@ TEST_F(PassTest, DecoRouteBackward) {
 TEST_F(PassTest, DecoRouteBackwardAtZeroIsZero) {
   auto dlogit = unwritten(4), dscale = holding(Floats(4));
   be_.deco_route_backward(dlogit, dscale, holding(Floats(4)), holding(Floats{0, -0.0f, -1, -1e-30f}),
-                          holding(Floats(4, 1)), 1, 1, 4);
+                          holding(Floats(4, 1)), holding(Floats{1}), 1, 1, 4);
   EXPECT_EQ(dlogit.values(), Floats(4));
   EXPECT_EQ(dscale.values(), Floats(4));
 }
@@ -574,7 +582,8 @@ TEST_F(PassTest, ExpertRoutesDoNotDependOnThreads) {
     be.moe_route_forward(chosen, moe_weight, score, per_expert, n, E, k);
     be.moe_route_backward(dmoe_logit, moe_weight, moe_weight, score, chosen, n, E);
     be.deco_route_forward(active, deco_weight, entropy, logit, per_expert, n, E);
-    be.deco_route_backward(ddeco_logit, dscale, deco_weight, logit, per_expert, 0.1f, n, E);
+    be.deco_route_backward(ddeco_logit, dscale, deco_weight, logit, per_expert, holding(Floats{0.1f}), 1, n,
+                           E);
     Floats all;
     for (const auto* result :
          {&score, &moe_weight, &dmoe_logit, &deco_weight, &entropy, &ddeco_logit, &dscale}) {

@@ -364,7 +364,8 @@ TEST(Memory, TotalIsTheSumAndActivationsAreTheArena) {
     const nlohmann::json memory = plan_as_json(c, 0, batch)["memory"];
     int64_t sum = 0, activations = 0;
     const std::set<std::string> others = {"parameters", "gradients", "optimizer: momentum",
-                                          "optimizer: AdamW's second moments", "rotary table, thresholds, expert biases"};
+                                          "optimizer: AdamW's second moments",
+                                          "rotary table, thresholds, expert biases"};
     for (const auto& [group, bytes] : memory.items()) {
       if (group == "total") continue;
       sum += bytes.get<int64_t>();

@@ -1,10 +1,10 @@
 // Checkpoints: a directory OUT/step_00000500/ with
 //
-//   model.safetensors      weights under Hugging Face's names, each sparse layer's router.threshold and
-//                         each MoE layer's expert bias
+//   model.safetensors      weights under Hugging Face's names, and what training moves without
+//                         a gradient: thresholds, expert biases, deco's entropy weight
 //   config.json            the model's configuration; a dense one opens in transformers as it is
 //   optimizer.safetensors  NAME.momentum (Muon), NAME.exp_avg and NAME.exp_avg_sq (AdamW)
-//   trainer.json           step, tokens, where the data loader stands, deco's entropy weight
+//   trainer.json           step, tokens, and where the data loader stands
 //   tokenizer.bin          when the training shards came with one
 //
 // It appears whole or not at all (xmod/files.h).
@@ -33,7 +33,6 @@ struct TrainerState {
   int64_t step = 0;    // optimizer steps taken
   int64_t tokens = 0;  // trained on
   TrainLoaderState loader;
-  double entropy_weight = 0;  // deco: lambda
 };
 
 namespace detail {
@@ -136,19 +135,17 @@ inline nlohmann::json parse_json_file(const std::string& path) {
   return parsed;
 }
 
-inline nlohmann::json to_json(const TrainerState& s, Arch arch) {
-  nlohmann::json json = {{"step", s.step},
-                         {"tokens", s.tokens},
-                         {"data_loader",
-                          {{"seed", s.loader.seed},
-                           {"epoch", s.loader.epoch},
-                           {"position", s.loader.position},
-                           {"num_sequences", s.loader.num_sequences}}}};
-  if (arch == Arch::deco) json["entropy_weight"] = s.entropy_weight;
-  return json;
+inline nlohmann::json to_json(const TrainerState& s) {
+  return {{"step", s.step},
+          {"tokens", s.tokens},
+          {"data_loader",
+           {{"seed", s.loader.seed},
+            {"epoch", s.loader.epoch},
+            {"position", s.loader.position},
+            {"num_sequences", s.loader.num_sequences}}}};
 }
 
-inline TrainerState trainer_state_from_json(const nlohmann::json& json, const std::string& path, Arch arch) {
+inline TrainerState trainer_state_from_json(const nlohmann::json& json, const std::string& path) {
   const std::string loader_path = path + ": data_loader";
   const ConfigReader run(json, path), loader(run.value("data_loader"), loader_path);
   auto count = [](const ConfigReader& in, const char* key, const Range& range = between(0, 1e18)) {
@@ -156,15 +153,12 @@ inline TrainerState trainer_state_from_json(const nlohmann::json& json, const st
     in.read(key, range, value);
     return value;
   };
-  double entropy_weight = 0;
-  if (arch == Arch::deco) run.read("entropy_weight", at_least(0), entropy_weight);
   return {.step = count(run, "step"),
           .tokens = count(run, "tokens"),
           .loader = {.seed = static_cast<uint64_t>(count(loader, "seed", at_least(0))),
                      .epoch = count(loader, "epoch"),
                      .position = count(loader, "position"),
-                     .num_sequences = count(loader, "num_sequences")},
-          .entropy_weight = entropy_weight};
+                     .num_sequences = count(loader, "num_sequences")}};
 }
 
 }  // namespace detail
@@ -179,8 +173,7 @@ void save_checkpoint(const std::string& out, const Model<Backend>& model,
   detail::save_tensors(checkpoint.file("optimizer.safetensors"), model.backend(),
                        detail::optimizer_tensors(model, optimizer));
   write_file_atomically(checkpoint.file("config.json"), config_to_json(model.config).dump(2) + "\n");
-  write_file_atomically(checkpoint.file("trainer.json"),
-                        detail::to_json(state, model.config.arch).dump(2) + "\n");
+  write_file_atomically(checkpoint.file("trainer.json"), detail::to_json(state).dump(2) + "\n");
   for (const auto& [name, bytes] : extra) write_file_atomically(checkpoint.file(name), bytes);
   checkpoint.commit();
 }
@@ -213,7 +206,7 @@ TrainerState load_checkpoint(const std::string& checkpoint, Model<Backend>& mode
   detail::require_optimizer(state, tensors);
   detail::load_tensors(state, model.backend(), tensors);
   const std::string path = checkpoint + "/trainer.json";
-  return detail::trainer_state_from_json(detail::parse_json_file(path), path, model.config.arch);
+  return detail::trainer_state_from_json(detail::parse_json_file(path), path);
 }
 
 }  // namespace xmod

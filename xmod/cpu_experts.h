@@ -234,8 +234,10 @@ class CpuExpertPasses : protected RowSums {
                            const float* dweight,  // (n, E) 0 where not chosen
                            const float* logit,    // (n, E)
                            const float* scale,    // (E)
-                           float dentropy,        // gradient of each token's entropy
+                           const float* lambda,   // (1) weight of the entropy
+                           float share,           // of one token; lambda * share is its entropy's gradient
                            int64_t n, int64_t E) {
+    const float dentropy = *lambda * share;
     add_row_sums(dscale, n, E, [=](int64_t i, float* sum) {
       const float *s = logit + i * E, *dw = dweight + i * E;
       float* g = dlogit + i * E;  // until it becomes the gradient
@@ -254,6 +256,12 @@ class CpuExpertPasses : protected RowSums {
         at.store(sum, at.load(sum) + at.load(dw) * p);
       });
     });
+  }
+
+  // lambda *= factor, but not below `least`.
+  void entropy_weight_update(float* lambda,  // (1)
+                             float factor, float least) {
+    *lambda = std::max(*lambda * factor, least);
   }
 
   // ------------------------------------------------------------------------------------------------

@@ -10,8 +10,8 @@
 #include <sstream>
 #include <string>
 
-#include "xmod/expert_loads.h"
 #include "xmod/files.h"
+#include "xmod/layers/expert_loads.h"
 
 namespace xmod {
 

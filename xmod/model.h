@@ -15,7 +15,6 @@
 
 #include "xmod/activations.h"
 #include "xmod/device_buffer.h"
-#include "xmod/expert_loads.h"
 #include "xmod/rng.h"
 #include "xmod_common.h"
 
@@ -47,7 +46,6 @@ class Model {
         rope_(backend, config.seq_len * config.head_dim),
         arena_(backend, arena_bytes(config, max_batch, use)),
         max_batch_(max_batch),
-        entropy_weight_(config.entropy_weight),
         ctx_{be_,
              this->config,
              params_.data(),
@@ -55,6 +53,7 @@ class Model {
              buffers_.data(),
              nullptr,
              rope_.data()} {
+    for (const Buffer& b : table.buffers) be_.fill(buffers_.data() + b.offset, b.init, b.size);
     be_.rope_table(rope_.data(), config.seq_len, config.head_dim, config.rope_theta);
     if (use == Use::training) training_ = carve(use);
     inference_ = carve(Use::inference);
@@ -81,8 +80,7 @@ class Model {
                           float loss_scale) {
     start_batch(training_, tokens, targets, B, T);
     ctx_.step_sums = step_sums_.data();
-    ctx_.dentropy =
-        static_cast<float>(loss_scale * entropy_weight_ / static_cast<double>(n_ * count_layers(plan)));
+    ctx_.dtoken = loss_scale / static_cast<float>(n_);
     forward_layers(Routing::topk);
     const double loss = head_forward_backward(loss_scale);
     backward_layers();
@@ -120,12 +118,9 @@ class Model {
   ExpertLoads close_step(int64_t step, int64_t micro_batches) {
     update_thresholds(step, micro_batches);
     const ExpertLoads loads = expert_loads();
-    balance_experts();
-    if (config.arch == Arch::deco) {
-      const bool too_many = loads.active_ratio > config.active_ratio;
-      entropy_weight_ = too_many ? entropy_weight_ * config.entropy_growth
-                                 : std::max(entropy_weight_ / config.entropy_growth, config.entropy_weight);
-    }
+    ctx_.step_sums = step_sums_.data();
+    for (const LayerParameters& p : table.layers)
+      std::visit([&](const auto& ffn) { ffn.close_step(ctx_, loads); }, p.ffn);
     be_.zero(step_sums_.data(), table.step_sums_total);
     step_tokens_ = 0;
     return loads;
@@ -133,12 +128,10 @@ class Model {
 
   void zero_gradients() { be_.zero(grads_.data(), table.total); }
 
-  float* params() const { return params_.data(); }           // (table.total)
-  float* grads() const { return grads_.data(); }             // (table.total)
-  float* buffers() const { return buffers_.data(); }         // (table.buffers_total)
-  float* thresholds() const { return buffers_.data(); }      // (sparse_layers) tau
-  double entropy_weight() const { return entropy_weight_; }  // deco: lambda
-  void set_entropy_weight(double lambda) { entropy_weight_ = lambda; }
+  float* params() const { return params_.data(); }       // (table.total)
+  float* grads() const { return grads_.data(); }         // (table.total)
+  float* buffers() const { return buffers_.data(); }     // (table.buffers_total)
+  float* thresholds() const { return buffers_.data(); }  // (sparse_layers) tau
   Backend& backend() const { return be_; }
   int64_t max_batch() const { return max_batch_; }
   // The last batch's intermediate tensors, on the device; layers() of a forward_backward batch only.
@@ -357,16 +350,6 @@ class Model {
                          static_cast<float>(rate), sparse_layers);
   }
 
-  void balance_experts() {
-    const float rate = static_cast<float>(config.expert_bias_rate);
-    for (const LayerParameters& p : table.layers) {
-      const Moe* moe = std::get_if<Moe>(&p.ffn);
-      if (moe)
-        be_.expert_bias_update(buffers_.data() + moe->bias, step_sums_.data() + moe->loads, rate,
-                               config.experts);
-    }
-  }
-
   // Of the micro-batches since the last step.
   ExpertLoads expert_loads() {
     std::vector<std::vector<float>> layers;
@@ -387,7 +370,6 @@ class Model {
   DeviceBuffer<Backend, unsigned char> arena_;
   int64_t max_batch_;
   int64_t step_tokens_ = 0;  // trained on in the running step
-  double entropy_weight_;    // lambda
   LayerContext<Backend> ctx_;
   Activations<floatX> training_, inference_;
   Activations<floatX>* act_ = nullptr;     // of the running batch

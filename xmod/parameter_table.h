@@ -35,13 +35,14 @@ inline bool has_weight_decay(const Parameter& p) {
   return p.optimizer == Optimizer::muon || p.init == Init::embedding;
 }
 
-// State that training moves without a gradient (thresholds, expert biases): saved with the weights, zero at
-// the start. Buffers lie one behind the other without padding.
+// State that training moves without a gradient (thresholds, expert biases), saved with the weights. Buffers
+// lie one behind the other without padding.
 struct Buffer {
   std::string name;
   std::vector<int64_t> shape;
   int64_t offset;  // floats from the start of the buffers' allocation
   int64_t size;
+  float init;
 };
 
 struct TensorTable {
@@ -96,9 +97,9 @@ class TensorAdder {
     return parameter(name + ".weight", {width}, Optimizer::adamw, Init::ones);
   }
 
-  int64_t buffer(const std::string& name, std::vector<int64_t> shape) {
+  int64_t buffer(const std::string& name, std::vector<int64_t> shape, float init = 0) {
     const int64_t offset = table_.buffers_total, size = element_count(shape);
-    table_.buffers.push_back({prefix_ + name, std::move(shape), offset, size});
+    table_.buffers.push_back({prefix_ + name, std::move(shape), offset, size, init});
     table_.buffers_total += size;
     return offset;
   }

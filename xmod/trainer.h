@@ -162,7 +162,6 @@ class Trainer {
              " by the directory's name; give the directory its name back");
       }
       loader_.restore(state_.loader);
-      model_.set_entropy_weight(state_.entropy_weight);
       keep_newest_checkpoints(o_.out, o_.keep_checkpoints);  // the run may have ended before it came to that
       log_ << "resuming from " << resume_from_->directory << "\n";
     } else {
@@ -217,7 +216,6 @@ class Trainer {
     state_.step = step;
     state_.tokens += step_tokens();
     state_.loader = loader_.state();
-    state_.entropy_weight = model_.entropy_weight();
     return {.step = step,
             .tokens = state_.tokens,
             .flops = static_cast<double>(state_.tokens) * training_flops_per_token(config_),

@@ -20,14 +20,14 @@ struct LayerContext {
   const ModelConfig& config;
   const float* params;       // offsets are those of the parameter table
   float* grads;              // the same layout
-  const float* buffers;      // offsets are those of the table's buffers
+  float* buffers;            // offsets are those of the table's buffers
   float* step_sums;          // the table's step sums; null: no training step, sum nothing
   const float* rope;         // (2, seq_len, hd/2) cosines and sines
   int64_t B = 0, T = 0;      // of the running batch
   Rows all_rows = {};        // n = B*T
   float* stream = nullptr;   // (B*T, d) the residual stream
   float* dstream = nullptr;  // (B*T, d) its gradient
-  float dentropy = 0;        // deco: gradient of every token's entropy in every layer
+  float dtoken = 0;          // gradient of one token's share of the loss
 
   const float* weight(int64_t offset) const { return params + offset; }
   float* gradient(int64_t offset) const { return grads + offset; }

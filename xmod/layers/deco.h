@@ -8,7 +8,7 @@
 //
 // The mean runs over every expert, active or not: it equals (the mean row of W_up) x, so that nothing has to
 // be computed for the others. Training adds to the loss the entropy of p / (sum p + 1e-5), with a weight
-// lambda that grows while too many pairs are active (Model::close_step).
+// lambda that grows while too many pairs are active (close_step).
 #pragma once
 
 #include <cstdint>
@@ -24,6 +24,7 @@ struct Deco {
   int64_t router = -1;             // (E, d)
   int64_t scale = -1;              // (E)
   int64_t norm = -1;               // (expert_dim) g
+  int64_t lambda = -1;             // (1) buffer: weight of the entropy, the same in every layer
   int64_t loads = -1;              // (E) step sum: tokens for which each expert is active
   std::vector<int64_t> up_proj;    // E of (expert_dim, d), without gaps: also one (E*expert_dim, d)
   std::vector<int64_t> down_proj;  // E of (d, expert_dim)
@@ -50,7 +51,18 @@ struct Deco {
     }
     if (c.shared_experts > 0)
       shared.add_parameters(add.inside("shared_expert"), c.dim, c.shared_experts * c.expert_dim);
+    lambda = add.buffer("entropy_weight", {1}, static_cast<float>(c.entropy_weight));
     loads = add.step_sum(c.experts);
+  }
+
+  // Behind a training step: the pairs of all layers count.
+  template <class Backend>
+  void close_step(const LayerContext<Backend>& ctx, const ExpertLoads& loads) const {
+    const ModelConfig& c = ctx.config;
+    const bool too_many = loads.active_ratio > c.active_ratio;
+    const double factor = too_many ? c.entropy_growth : 1 / c.entropy_growth;
+    ctx.be.entropy_weight_update(ctx.buffers + lambda, static_cast<float>(factor),
+                                 static_cast<float>(c.entropy_weight));
   }
 
   template <class floatX>
@@ -144,7 +156,7 @@ struct Deco {
     if (shared.width > 0) shared.forward(ctx, a.shared, s.shared, out, inp, n);
   }
 
-  // From dout (n, d) and ctx.dentropy to dinp (n, d) and the gradients of every parameter.
+  // From dout (n, d) and the entropy to dinp (n, d) and the gradients of every parameter.
   template <class Backend, class floatX>
   void backward(const LayerContext<Backend>& ctx, const Saved<floatX>& a, const Scratch<floatX>& s,
                 Gradient mode, floatX* dinp, const floatX* dout, const floatX* inp, int64_t n) const {
@@ -160,8 +172,9 @@ struct Deco {
     be.gather(s.grouped, inp, groups.row, groups.pairs, d);
     groups.matmul_backward(ctx, s.dgrouped, up_proj, s.dup, s.grouped, d, width);
 
-    be.deco_route_backward(s.dlogit, ctx.gradient(scale), s.dweight, a.logit, ctx.weight(scale), ctx.dentropy,
-                           n, E);
+    be.deco_route_backward(s.dlogit, ctx.gradient(scale), s.dweight, a.logit, ctx.weight(scale),
+                           ctx.buffers + lambda, ctx.dtoken / static_cast<float>(ctx.config.active_layers), n,
+                           E);
     ctx.matmul_backward(mode, dinp, router, s.dlogit, inp, n, d, E);
     be.sum_pairs_add(dinp, s.dgrouped, groups.slot, groups.slot_offsets, n, d);
     mean_backward(ctx, s, groups, dinp, inp, n);

@@ -6,7 +6,8 @@
 //   accounting   matrix_parameters(), matrix_parameters_per_token(); an attention also score_share()
 //   activations  Saved, carve_saved(): what a layer keeps for its backward pass;
 //                Scratch, carve_scratch(): what all layers of the kind share
-//   passes       forward(), backward(), of passes that the backends supply
+//   passes       forward(), backward(), of passes that the backends supply; an FFN also close_step(), what it
+//                moves behind a training step without a gradient
 // and is listed below. An architecture puts kinds in order in make_layer_plan (xmod_common.h).
 #pragma once
 
@@ -82,6 +83,8 @@ struct NoFfn {
   template <class Backend, class floatX>
   void backward(const LayerContext<Backend>&, const Saved<floatX>&, const Scratch<floatX>&, Gradient, floatX*,
                 const floatX*, const floatX*, int64_t) const {}
+  template <class Backend>
+  void close_step(const LayerContext<Backend>&, const ExpertLoads&) const {}
 };
 
 // ---------------------------------------------------------------------------------------------------
@@ -140,6 +143,15 @@ template <class Kinds, class floatX>
 using SavedOf = typename detail::KindMemory<Kinds, floatX>::Saved;
 template <class Kinds, class floatX>
 using ScratchOf = typename detail::KindMemory<Kinds, floatX>::Scratch;
+
+// Where a layer's loads lie among the step sums; -1: it has no experts.
+inline int64_t loads_offset(const FfnKind& ffn) {
+  auto offset = [](const auto& kind) -> int64_t {
+    if constexpr (requires { kind.loads; }) return kind.loads;
+    return -1;
+  };
+  return std::visit(offset, ffn);
+}
 
 // Calls visit(kind, its saved tensors, its scratch) with the kind that `kinds` holds.
 template <class floatX, class Kinds, class Saved, class Scratch, class Visit>

@@ -5,7 +5,7 @@
 //   y = sum of weight * expert(x) + sum of the shared experts
 //
 // The load is balanced without an auxiliary loss: after a training step the bias of an expert moves by
-// expert_bias_rate towards the mean load (Model::close_step).
+// expert_bias_rate towards the mean load (close_step).
 #pragma once
 
 #include <cstdint>
@@ -48,6 +48,13 @@ struct Moe {
     for (int64_t e = 0; e < c.shared_experts; e++) shared.push_back(add_expert("shared_experts", e));
     bias = add.buffer("gate.e_score_correction_bias", {c.experts});
     loads = add.step_sum(c.experts);
+  }
+
+  // Behind a training step.
+  template <class Backend>
+  void close_step(const LayerContext<Backend>& ctx, const ExpertLoads&) const {
+    ctx.be.expert_bias_update(ctx.buffers + bias, ctx.step_sums + loads,
+                              static_cast<float>(ctx.config.expert_bias_rate), ctx.config.experts);
   }
 
   template <class floatX>

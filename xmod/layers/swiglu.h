@@ -4,6 +4,7 @@
 #include <cstdint>
 
 #include "xmod/layers/context.h"
+#include "xmod/layers/expert_loads.h"
 #include "xmod/parameter_table.h"
 
 namespace xmod {
@@ -26,6 +27,9 @@ struct Swiglu {
     add.matrix("up_proj", width, dim, Init::matrix, true);
     down_proj = add.matrix("down_proj", dim, width, Init::residual_matrix);
   }
+
+  template <class Backend>
+  void close_step(const LayerContext<Backend>&, const ExpertLoads&) const {}
 
   template <class floatX>
   struct Saved {

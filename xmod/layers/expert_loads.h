@@ -4,10 +4,7 @@
 #include <algorithm>
 #include <cmath>
 #include <cstdint>
-#include <variant>
 #include <vector>
-
-#include "xmod/layers/family.h"
 
 namespace xmod {
 
@@ -17,15 +14,6 @@ struct ExpertLoads {
   double entropy = 0;       // of the loads' distribution, as a share of log(E)
   double active_ratio = 0;  // active pairs of all pairs (token, expert)
 };
-
-// Where a layer's loads lie among the step sums; -1: it has no experts.
-inline int64_t loads_offset(const FfnKind& ffn) {
-  auto offset = [](const auto& kind) -> int64_t {
-    if constexpr (requires { kind.loads; }) return kind.loads;
-    return -1;
-  };
-  return std::visit(offset, ffn);
-}
 
 // loads: of every layer with experts, tokens of each expert; tokens: how many there were.
 inline ExpertLoads summarise_loads(const std::vector<std::vector<float>>& layers, int64_t tokens) {
