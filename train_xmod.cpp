@@ -105,6 +105,24 @@ class CpuBackend : public CpuExpertPasses {
     for (int64_t i = 0; i < n; i++) out[i] = static_cast<int32_t>(i);
   }
 
+  // Counts on in every sequence, from `start` or from 0.
+  void fill_positions(int32_t* position,       // (n)
+                      const int64_t* offsets,  // (B+1) sequence b owns offsets[b] .. offsets[b+1]
+                      const int32_t* start,    // (B), or null
+                      int64_t B) {
+    for (int64_t b = 0; b < B; b++) {
+      for (int64_t i = offsets[b]; i < offsets[b + 1]; i++)
+        position[i] = static_cast<int32_t>(i - offsets[b]) + (start ? start[b] : 0);
+    }
+  }
+
+  void gather_ints(int32_t* out,        // (n)
+                   const int32_t* inp,  // one for each row of the stream
+                   const int32_t* row,  // (n)
+                   int64_t n) {
+    for (int64_t i = 0; i < n; i++) out[i] = inp[row[i]];
+  }
+
   void uniform_offsets(int64_t* out,  // (B+1) 0, rows, 2 rows, ...
                        int64_t B, int64_t rows) {
     for (int64_t b = 0; b <= B; b++) out[b] = b * rows;
@@ -312,15 +330,16 @@ class CpuBackend : public CpuExpertPasses {
   }
 
   // Every token with u > tau; returns how many rows there are in all.
-  int64_t select_threshold(int32_t* row,      // (up to B*T) b*T + t, ascending
-                           int64_t* offsets,  // (B+1)
-                           const float* u,    // (B, T)
-                           const float* tau,  // (1)
-                           int64_t B, int64_t T) {
+  int64_t select_threshold(int32_t* row,                // (up to all rows) ascending
+                           int64_t* offsets,            // (B+1)
+                           const float* u,              // one for each row of the stream
+                           const float* tau,            // (1)
+                           const int64_t* all_offsets,  // (B+1) of the sequences in the stream
+                           int64_t B) {
     int64_t n = 0;
     for (int64_t b = 0; b < B; b++) {
       offsets[b] = n;
-      for (int64_t i = b * T; i < (b + 1) * T; i++) {
+      for (int64_t i = all_offsets[b]; i < all_offsets[b + 1]; i++) {
         if (u[i] > *tau) row[n++] = static_cast<int32_t>(i);
       }
     }
@@ -409,6 +428,16 @@ class CpuBackend : public CpuExpertPasses {
     }
   }
 
+  // out[row] = inp, rows of inp `stride` apart.
+  void scatter_rows(float* out,        // (some, d) rows `row` written
+                    const float* inp,  // (n, d)
+                    int64_t stride,
+                    const int32_t* row,  // (n)
+                    int64_t n, int64_t d) {
+#pragma omp parallel for schedule(static)
+    for (int64_t i = 0; i < n; i++) copy(out + row[i] * d, inp + i * stride, d);
+  }
+
   void gather(float* out,           // (n, d)
               const float* stream,  // (B*T, d)
               const int32_t* row,   // (n)
@@ -459,22 +488,21 @@ class CpuBackend : public CpuExpertPasses {
   // ------------------------------------------------------------------------------------------------
   // attention
 
-  // RMSNorm of every query and key head, then RoPE at the row's position in its sequence:
+  // RMSNorm of every query and key head, then RoPE at the token's position:
   // (a, b) -> (a cos - b sin, b cos + a sin) for the first and second half of a head.
-  void qk_norm_rope_forward(float* q,               // (n, H*hd)
-                            float* k,               // (n, KV*hd)
-                            float* rstd,            // (n, H+KV)
-                            const float* qkv,       // (n, (H+2KV)*hd)
-                            const float* q_weight,  // (hd)
-                            const float* k_weight,  // (hd)
-                            const float* rope,      // (2, table_T, hd/2) cosines and sines
-                            const int32_t* row,     // (n) b*T + t
-                            int64_t n, int64_t T, int64_t table_T, int64_t H, int64_t KV, int64_t hd,
-                            float eps) {
+  void qk_norm_rope_forward(float* q,                 // (n, H*hd)
+                            float* k,                 // (n, KV*hd)
+                            float* rstd,              // (n, H+KV)
+                            const float* qkv,         // (n, (H+2KV)*hd)
+                            const float* q_weight,    // (hd)
+                            const float* k_weight,    // (hd)
+                            const float* rope,        // (2, table_T, hd/2) cosines and sines
+                            const int32_t* position,  // (n)
+                            int64_t n, int64_t table_T, int64_t H, int64_t KV, int64_t hd, float eps) {
     const int64_t half = hd / 2;
 #pragma omp parallel for schedule(static)
     for (int64_t i = 0; i < n; i++) {
-      const float* cosine = rope + (row[i] % T) * half;
+      const float* cosine = rope + position[i] * half;
       const float* sine = cosine + table_T * half;
       for (int64_t head = 0; head < H + KV; head++) {
         const float* inp = qkv + (i * (H + 2 * KV) + head) * hd;
@@ -493,24 +521,24 @@ class CpuBackend : public CpuExpertPasses {
   }
 
   // Rotates back, then RMSNorm's gradient; v's part of dqkv is left as it is.
-  void qk_norm_rope_backward(float* dqkv,            // (n, (H+2KV)*hd) q and k parts written
-                             float* dq_weight,       // (hd) added to
-                             float* dk_weight,       // (hd) added to
-                             const float* dq,        // (n, H*hd)
-                             const float* dk,        // (n, KV*hd)
-                             const float* qkv,       // (n, (H+2KV)*hd)
-                             const float* q_weight,  // (hd)
-                             const float* k_weight,  // (hd)
-                             const float* rstd,      // (n, H+KV)
-                             const float* rope,      // (2, table_T, hd/2)
-                             const int32_t* row,     // (n)
-                             int64_t n, int64_t T, int64_t table_T, int64_t H, int64_t KV, int64_t hd) {
+  void qk_norm_rope_backward(float* dqkv,              // (n, (H+2KV)*hd) q and k parts written
+                             float* dq_weight,         // (hd) added to
+                             float* dk_weight,         // (hd) added to
+                             const float* dq,          // (n, H*hd)
+                             const float* dk,          // (n, KV*hd)
+                             const float* qkv,         // (n, (H+2KV)*hd)
+                             const float* q_weight,    // (hd)
+                             const float* k_weight,    // (hd)
+                             const float* rstd,        // (n, H+KV)
+                             const float* rope,        // (2, table_T, hd/2)
+                             const int32_t* position,  // (n)
+                             int64_t n, int64_t table_T, int64_t H, int64_t KV, int64_t hd) {
     const int64_t half = hd / 2;
     auto heads_backward = [=, this](float* dweight, const float* dheads, const float* weight, int64_t first,
                                     int64_t count) {
       if (count == 0) return;
       add_row_sums(dweight, n, hd, [=](int64_t i, float* sum) {
-        const float* cosine = rope + (row[i] % T) * half;
+        const float* cosine = rope + position[i] * half;
         const float* sine = cosine + table_T * half;
         for (int64_t head = 0; head < count; head++) {
           const int64_t at = (i * (H + 2 * KV) + first + head) * hd;

@@ -218,12 +218,19 @@ inline double attention_cost(const ModelConfig& c, const Layer& layer) {
                     attention_kind(layer.attention));
 }
 
+// Tokens in the key/value cache of a layer as a share of those it has seen.
+inline double cache_share(const ModelConfig& c, const Layer& layer) {
+  return std::visit([&](const auto& kind) { return kind.cache_share(token_share(c, layer)); },
+                    attention_kind(layer.attention));
+}
+
 struct Accounting {
   int64_t layers = 0, dense_layers = 0, sparse_layers = 0;
-  int64_t params_total = 0;    // every trained number
-  int64_t params_matrix = 0;   // embedding and matrices: the paper's N
-  double params_active = 0;    // embedding and the matrices a token passes through: N_act
-  double flops_per_token = 0;  // forward; training costs 3 times as much
+  int64_t params_total = 0;     // every trained number
+  int64_t params_matrix = 0;    // embedding and matrices: the paper's N
+  double params_active = 0;     // embedding and the matrices a token passes through: N_act
+  double flops_per_token = 0;   // forward; training costs 3 times as much
+  double cached_per_token = 0;  // numbers that the key/value caches keep for a token, on average
 };
 
 inline Accounting account(const ModelConfig& c) {
@@ -239,6 +246,7 @@ inline Accounting account(const ModelConfig& c) {
     a.params_matrix += layer_parameters(c, layer);
     per_token += matrix_parameters_per_token(c, layer);
     attention += attention_cost(c, layer);
+    a.cached_per_token += cache_share(c, layer) * 2 * static_cast<double>(c.kv_dim());
   }
   a.params_active = static_cast<double>(c.vocab_size * c.dim) + per_token;
   a.flops_per_token = 2 * per_token + 4.0 * c.seq_len * c.q_dim() * attention;

@@ -122,13 +122,17 @@ ModelConfig small_config(Arch arch) {
   c.seq_len = 24;
   c.token_sparsity = 2;
   c.dense_prefix = 1;
+  c.experts = 4;
+  c.experts_per_token = 2;
+  c.shared_experts = 1;
+  c.expert_dim = 12;
   return c;
 }
 
 class Generate : public ::testing::TestWithParam<Arch> {
  protected:
   // One batch of random tokens gives the thresholds a value amid the scores.
-  Generate() : config_(small_config(GetParam())), model_(be_, config_, 1, Use::training) {
+  Generate() : config_(small_config(GetParam())), model_(be_, config_, 3, Use::training) {
     model_.initialise(5);
     const Ints tokens = random_ids(config_.seq_len, config_.vocab_size, 1);
     model_.forward_backward(tokens.data(), tokens.data(), 1, config_.seq_len, 1);
@@ -137,8 +141,14 @@ class Generate : public ::testing::TestWithParam<Arch> {
 
   Ints text(const Ints& prompt, int64_t count, const Sampling& sampling, uint64_t seed = 1,
             int32_t end = -1) {
-    Ints out;
-    generate(model_, prompt, count, sampling, seed, end, [&](int32_t id) { out.push_back(id); });
+    return texts({prompt}, count, sampling, seed, end)[0];
+  }
+
+  std::vector<Ints> texts(const std::vector<Ints>& prompts, int64_t count, const Sampling& sampling,
+                          uint64_t seed = 1, int32_t end = -1) {
+    std::vector<Ints> out(prompts.size());
+    Generation<TestBackend> generation(model_, prompts, sampling, seed, end);
+    generation.run(count, [&](size_t text, int32_t id) { out[text].push_back(id); });
     return out;
   }
 
@@ -155,8 +165,14 @@ class Generate : public ::testing::TestWithParam<Arch> {
   Model<TestBackend> model_;
 };
 
-INSTANTIATE_TEST_SUITE_P(Architectures, Generate, ::testing::Values(Arch::dense, Arch::mod, Arch::xmod),
-                         [](const auto& info) { return arch_name(info.param); });
+INSTANTIATE_TEST_SUITE_P(Architectures, Generate,
+                         ::testing::Values(Arch::dense, Arch::mod, Arch::xmod, Arch::routed_ffn,
+                                           Arch::selected_q, Arch::moe, Arch::deco),
+                         [](const auto& info) {
+                           std::string name = arch_name(info.param);
+                           std::replace(name.begin(), name.end(), '-', '_');
+                           return name;
+                         });
 
 Ints first(const Ints& tokens, int64_t count) {
   return Ints(tokens.begin(), tokens.begin() + count);
@@ -221,6 +237,65 @@ TEST_P(Generate, APromptBeyondTheContextCountsFromItsEnd) {
   const Ints prompt = random_ids(100, config_.vocab_size, 3);
   const Ints tail(prompt.end() - config_.seq_len, prompt.end());
   EXPECT_EQ(text(prompt, 10, {.temperature = 1}), text(tail, 10, {.temperature = 1}));
+}
+
+// Whatever the pieces in which the cache gets to see a text.
+TEST_P(Generate, LogitsWithACacheAreThoseOfOnePass) {
+  const int64_t V = config_.vocab_size;
+  const Ints all = random_ids(config_.seq_len, V, 11);
+  const Floats whole = logits(all, Routing::threshold);
+  for (const std::vector<int64_t>& pieces : std::vector<std::vector<int64_t>>{{1}, {5, 1, 1, 7, 1}, {24}}) {
+    KeyValueCache<TestBackend> cache = model_.make_cache(1);
+    Floats out(static_cast<size_t>(V));
+    size_t piece = 0;
+    for (int64_t t = 0, more; t < config_.seq_len; t += more, piece++) {
+      more = std::min(pieces[piece % pieces.size()], config_.seq_len - t);
+      model_.extend(out.data(), cache, all.data() + t, {0, more});
+      EXPECT_LE(normalised_error(out, row_of(whole, t + more - 1, V)), 1e-5) << "token " << t + more - 1;
+    }
+  }
+}
+
+TEST_P(Generate, ABatchGivesTheTextsOfItsRows) {
+  const std::vector<Ints> prompts = {{1, 2, 3}, random_ids(30, config_.vocab_size, 3), {9}};
+  const int32_t end = text({9}, 40, {.temperature = 1})[5];  // one of the texts ends early
+  for (const Sampling& sampling : {kGreedy, Sampling{.temperature = 1}}) {
+    const std::vector<Ints> together = texts(prompts, 40, sampling, 1, end);
+    for (size_t i = 0; i < prompts.size(); i++) {
+      EXPECT_EQ(together[i], text(prompts[i], 40, sampling, 1, end)) << i;
+    }
+  }
+}
+
+// With a full context the newest half of it goes on.
+TEST_P(Generate, GoesOnFromHalfOfAFullContext) {
+  const Ints prompt = random_ids(config_.seq_len, config_.vocab_size, 3);
+  const Ints out = text(prompt, 8, kGreedy);
+  Ints seen = prompt;
+  seen.push_back(out[0]);
+  const Ints half(seen.end() - config_.seq_len / 2, seen.end());
+  EXPECT_EQ(text(half, 7, kGreedy), Ints(out.begin() + 1, out.end()));
+}
+
+// A sparse layer's cache holds the tokens it selected, one of K; a dense layer's all of them.
+TEST_P(Generate, TheCacheHoldsWhatWasAttendedWith) {
+  const Ints all = random_ids(config_.seq_len, config_.vocab_size, 9);
+  int64_t selected = 0;
+  model_.on_selection = [&](int64_t, const Rows& rows) { selected += rows.n; };
+  KeyValueCache<TestBackend> cache = model_.make_cache(1);
+  Floats out(static_cast<size_t>(config_.vocab_size));
+  model_.extend(out.data(), cache, all.data(), {0, config_.seq_len});
+  model_.on_selection = nullptr;
+  int64_t tokens = 0;
+  for (const Layer& layer : model_.plan) {
+    if (layer.attention == Attention::selected_q || (layer.attention == Attention::self && !layer.routed))
+      tokens += config_.seq_len;
+  }
+  if (config_.arch == Arch::mod || config_.arch == Arch::xmod) tokens += selected;
+  EXPECT_EQ(cache.bytes(), tokens * 2 * config_.kv_dim() * static_cast<int64_t>(sizeof(float)));
+  EXPECT_EQ(cache.length[0], config_.seq_len);
+  cache.forget(0);
+  EXPECT_EQ(cache.bytes(), 0);
 }
 
 TEST_P(Generate, StopsAtTheEndTokenAndDoesNotShowIt) {

@@ -58,6 +58,26 @@ TEST_F(PassTest, FillSequenceCounts) {
   }
 }
 
+TEST_F(PassTest, FillPositionsCountsOnInEverySequence) {
+  const Guarded<int64_t> offsets(be_, std::vector<int64_t>{0, 3, 3, 5});
+  auto from_0 = unwritten<int32_t>(5), from_start = unwritten<int32_t>(5);
+  be_.fill_positions(from_0, offsets, nullptr, 3);
+  be_.fill_positions(from_start, offsets, Guarded<int32_t>(be_, Ints{7, 1, 0}), 3);
+  EXPECT_EQ(from_0.values(), (Ints{0, 1, 2, 0, 1}));
+  EXPECT_EQ(from_start.values(), (Ints{7, 8, 9, 0, 1}));
+}
+
+TEST_F(PassTest, GatherIntsAndScatterRows) {
+  auto ints = unwritten<int32_t>(3);
+  be_.gather_ints(ints, Guarded<int32_t>(be_, Ints{5, 6, 7, 8}), Guarded<int32_t>(be_, Ints{3, 0, 3}), 3);
+  EXPECT_EQ(ints.values(), (Ints{8, 5, 8}));
+
+  auto rows = holding(Floats{1, 2, 3, 4, 5, 6});  // 3 rows of 2; row 1 stays
+  const Guarded<float> inp(be_, Floats{10, 11, -1, 20, 21, -1});
+  be_.scatter_rows(rows, inp, 3, Guarded<int32_t>(be_, Ints{2, 0}), 2, 2);
+  EXPECT_EQ(rows.values(), (Floats{20, 21, 3, 4, 10, 11}));
+}
+
 TEST_F(PassTest, UniformOffsets) {
   auto out = unwritten<int64_t>(4);
   be_.uniform_offsets(out, 3, int64_t{1} << 33);

@@ -133,6 +133,12 @@ std::string describe(const Heads& h) {
 // Rows of three sequences of 40 tokens, in a table of 50 positions: RoPE turns by the place in the sequence.
 constexpr int64_t kT = 40, kTableT = 50;
 
+// Of rows b*T + t.
+Ints positions(Ints row) {
+  for (int32_t& r : row) r %= static_cast<int32_t>(kT);
+  return row;
+}
+
 Ints rows_of_three_sequences(int64_t n) {
   Ints row;
   for (int64_t i = 0; i < n; i++) row.push_back(static_cast<int32_t>(i * 3 * kT / n + i % 2));
@@ -187,12 +193,12 @@ TEST_F(PassTest, QkNormRopeForwardAndBackward) {
       auto dqkv = unwritten(n * h.qkv()), dq_weight = holding(dq_weight_before),
            dk_weight = holding(dk_weight_before), rope = unwritten(kTableT * h.hd);
       auto qkv_in = holding(qkv), q_weight_in = holding(q_weight), k_weight_in = holding(k_weight);
-      auto row_in = holding(row);
+      auto position = holding(positions(row));
       be_.rope_table(rope, kTableT, h.hd, kTheta);
-      be_.qk_norm_rope_forward(q, k, rstd, qkv_in, q_weight_in, k_weight_in, rope, row_in, n, kT, kTableT,
-                               h.H, h.KV, h.hd, kEps);
+      be_.qk_norm_rope_forward(q, k, rstd, qkv_in, q_weight_in, k_weight_in, rope, position, n, kTableT, h.H,
+                               h.KV, h.hd, kEps);
       be_.qk_norm_rope_backward(dqkv, dq_weight, dk_weight, holding(dq), holding(dk), qkv_in, q_weight_in,
-                                k_weight_in, rstd, rope, row_in, n, kT, kTableT, h.H, h.KV, h.hd);
+                                k_weight_in, rstd, rope, position, n, kTableT, h.H, h.KV, h.hd);
 
       const HeadsReference queries(h, 0, h.H, qkv, q_weight, dq, dq_weight_before, row);
       const HeadsReference keys(h, h.H, h.KV, qkv, k_weight, dk, dk_weight_before, row);
@@ -216,7 +222,7 @@ TEST_F(PassTest, QkNormRopeDoesNotDependOnThreads) {
   const Heads h{4, 2, 18};
   const int64_t n = 333;
   Ints row(static_cast<size_t>(n));
-  for (int64_t i = 0; i < n; i++) row[i] = static_cast<int32_t>(i);
+  for (int64_t i = 0; i < n; i++) row[i] = static_cast<int32_t>(i % kT);
   expect_same_bits_for_any_thread_count([&](TestBackend& be) {
     const Guarded<float> q(be, n * h.H * h.hd), k(be, n * h.KV * h.hd), rstd(be, n * (h.H + h.KV));
     const Guarded<float> qkv(be, normal_numbers(n * h.qkv(), 1)), rope(be, kTableT * h.hd);
@@ -224,9 +230,8 @@ TEST_F(PassTest, QkNormRopeDoesNotDependOnThreads) {
     const Guarded<float> dq_weight(be, weight.values()), dk_weight(be, weight.values());
     const Guarded<int32_t> rows(be, row);
     be.rope_table(rope, kTableT, h.hd, kTheta);
-    be.qk_norm_rope_forward(q, k, rstd, qkv, weight, weight, rope, rows, n, kT, kTableT, h.H, h.KV, h.hd,
-                            kEps);
-    be.qk_norm_rope_backward(dqkv, dq_weight, dk_weight, q, k, qkv, weight, weight, rstd, rope, rows, n, kT,
+    be.qk_norm_rope_forward(q, k, rstd, qkv, weight, weight, rope, rows, n, kTableT, h.H, h.KV, h.hd, kEps);
+    be.qk_norm_rope_backward(dqkv, dq_weight, dk_weight, q, k, qkv, weight, weight, rstd, rope, rows, n,
                              kTableT, h.H, h.KV, h.hd);
     Floats all;
     for (const auto* out : {&q, &k, &rstd, &dqkv, &dq_weight, &dk_weight}) append(all, out->values());
@@ -386,8 +391,10 @@ TEST_F(PassTest, AttentionForwardAndBackward) {
          dk = unwritten(n * h.KV * h.hd), dqkv = unwritten(n * h.qkv());
     auto q = holding(floats(x.q)), k = holding(floats(x.k)), qkv = holding(fused_values(h, x.v));
     auto rows = holding(offsets);
-    be_.attention_forward(out, lse, q, k, qkv, rows, B, h.H, h.KV, h.hd);
-    be_.attention_backward(dq, dk, dqkv, holding(dout), q, k, qkv, out, lse, rows, B, h.H, h.KV, h.hd);
+    const int64_t qk = (h.H + h.KV) * h.hd;
+    be_.attention_forward(out, lse, q, k, qkv.data() + qk, h.qkv(), nullptr, rows, rows, B, h.H, h.KV, h.hd);
+    be_.attention_backward(dq, dk, dqkv.data() + qk, h.qkv(), holding(dout), q, k, qkv.data() + qk, h.qkv(),
+                           out, lse, nullptr, rows, rows, B, h.H, h.KV, h.hd);
 
     const AttentionOut expected = attention_reference(c, x);
     const QueriesKeysValues gradient = attention_gradient(c, x, doubles(dout));
@@ -395,10 +402,55 @@ TEST_F(PassTest, AttentionForwardAndBackward) {
     EXPECT_LE(normalised_error(lse.values(), expected.lse), kBound);
     EXPECT_LE(normalised_error(dq.values(), gradient.q), kBound);
     EXPECT_LE(normalised_error(dk.values(), gradient.k), kBound);
-    const int64_t qk = (h.H + h.KV) * h.hd;
     EXPECT_LE(normalised_error(columns(dqkv.values(), h.qkv(), qk, h.KV * h.hd), gradient.v), kBound);
     EXPECT_TRUE(same_bits(columns(dqkv.values(), h.qkv(), 0, qk),
                           Floats(static_cast<size_t>(n * qk), Guarded<float>::guard())));
+  }
+}
+
+// Every third query over all keys: their rows of the full attention, and the gradient it has when nothing
+// comes from the other queries.
+TEST_F(PassTest, AttentionOfSomeQueries) {
+  for (const AttentionCase& c : kAttentionCases) {
+    const Heads& h = c.heads;
+    const std::vector<int64_t> offsets = c.offsets();
+    const int64_t n = offsets.back(), B = static_cast<int64_t>(c.lengths.size()), width = h.H * h.hd;
+    SCOPED_TRACE(describe(h) + ", n " + std::to_string(n));
+    const QueriesKeysValues x = random_attention(c);
+    Ints chosen;
+    std::vector<int64_t> q_offsets;
+    for (int64_t i = 0, b = 0; i <= n; i++) {
+      for (; b <= B && offsets[b] == i; b++) q_offsets.push_back(static_cast<int64_t>(chosen.size()));
+      if (i < n && i % 3 == 1) chosen.push_back(static_cast<int32_t>(i));
+    }
+    const int64_t nq = static_cast<int64_t>(chosen.size());
+    Floats some_q, some_dout, dout(static_cast<size_t>(n * width));
+    for (int32_t i : chosen) append(some_q, floats(row_of(x.q, i, width)));
+    some_dout = normal_numbers(nq * width, 4);
+    for (int64_t i = 0; i < nq; i++)
+      std::copy_n(some_dout.begin() + i * width, width, dout.begin() + chosen[i] * width);
+
+    auto out = unwritten(nq * width), lse = unwritten(nq * h.H), dq = unwritten(nq * width),
+         dk = unwritten(n * h.KV * h.hd), dv = unwritten(n * h.KV * h.hd);
+    auto q = holding(some_q), k = holding(floats(x.k)), v = holding(floats(x.v));
+    auto q_rows = holding(q_offsets), rows = holding(offsets);
+    auto own_key = holding(chosen);
+    const int64_t kv = h.KV * h.hd;
+    be_.attention_forward(out, lse, q, k, v, kv, own_key, q_rows, rows, B, h.H, h.KV, h.hd);
+    be_.attention_backward(dq, dk, dv, kv, holding(some_dout), q, k, v, kv, out, lse, own_key, q_rows, rows,
+                           B, h.H, h.KV, h.hd);
+
+    const AttentionOut all = attention_reference(c, x);
+    const QueriesKeysValues gradient = attention_gradient(c, x, doubles(dout));
+    Doubles expected_out, expected_dq;
+    for (int32_t i : chosen) {
+      append(expected_out, row_of(all.out, i, width));
+      append(expected_dq, row_of(gradient.q, i, width));
+    }
+    EXPECT_LE(normalised_error(out.values(), expected_out), kBound);
+    EXPECT_LE(normalised_error(dq.values(), expected_dq), kBound);
+    EXPECT_LE(normalised_error(dk.values(), gradient.k), kBound);
+    EXPECT_LE(normalised_error(dv.values(), gradient.v), kBound);
   }
 }
 
@@ -412,8 +464,10 @@ TEST_F(PassTest, AttentionDoesNotDependOnThreads) {
       const Guarded<float> dk(be, n * h.KV * h.hd), dqkv(be, n * h.qkv());
       const Guarded<float> q(be, floats(x.q)), k(be, floats(x.k)), qkv(be, fused_values(h, x.v));
       const Guarded<int64_t> rows(be, c.offsets());
-      be.attention_forward(out, lse, q, k, qkv, rows, B, h.H, h.KV, h.hd);
-      be.attention_backward(dq, dk, dqkv, q, q, k, qkv, out, lse, rows, B, h.H, h.KV, h.hd);
+      const int64_t qk = (h.H + h.KV) * h.hd;
+      be.attention_forward(out, lse, q, k, qkv.data() + qk, h.qkv(), nullptr, rows, rows, B, h.H, h.KV, h.hd);
+      be.attention_backward(dq, dk, dqkv.data() + qk, h.qkv(), q, q, k, qkv.data() + qk, h.qkv(), out, lse,
+                            nullptr, rows, rows, B, h.H, h.KV, h.hd);
       Floats all;
       for (const auto* result : {&out, &lse, &dq, &dk, &dqkv}) append(all, result->values());
       return all;

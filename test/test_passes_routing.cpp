@@ -201,9 +201,10 @@ void check_threshold(TestBackend& be, const Floats& u, float tau, int64_t B) {
     if ((i + 1) % T == 0) expected_offsets.push_back(static_cast<int64_t>(expected.size()));
   }
   const Guarded<int32_t> row(be, B * T);
-  const Guarded<int64_t> offsets(be, B + 1);
-  const int64_t n =
-      be.select_threshold(row, offsets, Guarded<float>(be, u), Guarded<float>(be, Floats{tau}), B, T);
+  const Guarded<int64_t> offsets(be, B + 1), all_offsets(be, B + 1);
+  be.uniform_offsets(all_offsets, B, T);
+  const int64_t n = be.select_threshold(row, offsets, Guarded<float>(be, u), Guarded<float>(be, Floats{tau}),
+                                        all_offsets, B);
   ASSERT_EQ(n, static_cast<int64_t>(expected.size()));
   EXPECT_EQ(download(be, row.data(), n), expected);
   EXPECT_EQ(offsets.values(), expected_offsets);
@@ -220,6 +221,15 @@ TEST_F(PassTest, ThresholdSelectsWhatLiesAbove) {
       }
     }
   }
+}
+
+TEST_F(PassTest, ThresholdInSequencesOfAnyLength) {
+  const Guarded<int32_t> row(be_, 6);
+  const Guarded<int64_t> offsets(be_, 5), all_offsets(be_, std::vector<int64_t>{0, 1, 1, 4, 6});
+  const Guarded<float> u(be_, Floats{1, 0, 2, 3, 0, 4}), tau(be_, Floats{0.5f});
+  ASSERT_EQ(be_.select_threshold(row, offsets, u, tau, all_offsets, 4), 4);
+  EXPECT_EQ(download(be_, row.data(), 4), (Ints{0, 2, 3, 5}));
+  EXPECT_EQ(offsets.values(), (std::vector<int64_t>{0, 1, 1, 3, 4}));
 }
 
 TEST_F(PassTest, ThresholdLeavesSequencesWithoutSelection) {
@@ -264,7 +274,7 @@ TEST_F(PassTest, AddRowMeans) {
   }
 }
 
-TEST_F(PassTest, ThresholdUpdateMovesTauAndStartsTheNextSum) {
+TEST_F(PassTest, ThresholdUpdateMovesTau) {
   for (int64_t layers : {0, 1, 35}) {
     const Floats tau_before = normal_numbers(layers, 1), sum = normal_numbers(layers, 2);
     const float scale = 0.25f, rate = 0.3f;
@@ -275,7 +285,7 @@ TEST_F(PassTest, ThresholdUpdateMovesTauAndStartsTheNextSum) {
       expected.push_back(tau_before[l] + rate * (sum[l] * static_cast<double>(scale) - tau_before[l]));
     }
     EXPECT_LE(normalised_error(tau.values(), expected), kBound);
-    EXPECT_EQ(kth_sum.values(), Floats(static_cast<size_t>(layers)));
+    EXPECT_EQ(kth_sum.values(), sum);
   }
 }
 

@@ -50,8 +50,7 @@ struct Activations {
   int64_t logit_rows = 0;
   float* losses = nullptr;  // (n)
 
-  int32_t* all_rows = nullptr;        // (n) 0, 1, 2, ...
-  int64_t* all_offsets = nullptr;     // (B+1) 0, T, 2T, ...
+  Rows all_rows;                      // every row of the stream
   int64_t* topk_offsets = nullptr;    // (B+1) 0, C, 2C, ...
   float* score = nullptr;             // (n) router logits s of every token
   float* selection_score = nullptr;   // (n) u = s + token-choice bias
@@ -84,6 +83,7 @@ LayerActivations<floatX> carve_layer(Arena& arena, const ModelConfig& c, const L
   a.rows.n = n;
   if (layer.routed) {
     a.rows.row = arena.take<int32_t>(n);
+    a.rows.position = arena.take<int32_t>(n);
     a.rows.offsets = arena.take<int64_t>(B + 1);
     a.router_logit = arena.take<float>(n);
     a.delta = arena.take<float>(n * c.dim);
@@ -147,8 +147,7 @@ Activations<floatX> carve_activations(Arena& arena, const ModelConfig& c, const 
   a.tokens = arena.take<int32_t>(n);
   a.targets = arena.take<int32_t>(n);
   a.stream = arena.take<float>(n * c.dim);
-  a.all_rows = arena.take<int32_t>(n);
-  a.all_offsets = arena.take<int64_t>(B + 1);
+  a.all_rows = {arena.take<int32_t>(n), arena.take<int32_t>(n), arena.take<int64_t>(B + 1), n};
   a.topk_offsets = arena.take<int64_t>(B + 1);
   a.score = arena.take<float>(n);
   a.selection_score = arena.take<float>(n);
@@ -182,7 +181,7 @@ Activations<floatX> carve_activations(Arena& arena, const ModelConfig& c, const 
       const int64_t rows = plan[l].routed && training ? B * tokens_selected(c, T) : n;
       a.layers[l] = detail::carve_layer<floatX>(arena, c, plan[l], table.layers[l], rows, n, B);
       if (!plan[l].routed) {
-        a.layers[l].rows = {a.all_rows, a.all_offsets, n};
+        a.layers[l].rows = a.all_rows;
         a.layers[l].delta = dense_delta;
       }
       layers_end = std::max(layers_end, arena.used());

@@ -38,10 +38,11 @@ class Arena {
   std::vector<std::pair<std::string, int64_t>> groups_;
 };
 
-// The rows of the residual stream (B*T, d) that a layer works on, in order.
+// The rows of the residual stream that a layer works on, in order.
 struct Rows {
-  int32_t* row = nullptr;      // (n) b*T + t, ascending
-  int64_t* offsets = nullptr;  // (B+1) sequence b owns row[offsets[b] .. offsets[b+1])
+  int32_t* row = nullptr;       // (n) row of the stream, ascending
+  int32_t* position = nullptr;  // (n) the token's position in its sequence
+  int64_t* offsets = nullptr;   // (B+1) sequence b owns row[offsets[b] .. offsets[b+1])
   int64_t n = 0;
 };
 

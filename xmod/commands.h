@@ -7,7 +7,10 @@
 #include <exception>
 #include <iostream>
 #include <new>
+#include <sstream>
 #include <string>
+#include <string_view>
+#include <utility>
 #include <vector>
 
 #include "xmod/checkpoint.h"
@@ -68,23 +71,84 @@ void eval(const Options& options) {
   }
 }
 
+// With nothing to continue, start where a document or a line starts.
+inline std::vector<int32_t> encode_prompt(const Tokenizer& tokenizer, const std::string& text) {
+  std::vector<int32_t> prompt = tokenizer.encode(text);
+  if (prompt.empty() && tokenizer.eot() >= 0) prompt = {tokenizer.eot()};
+  return prompt.empty() ? tokenizer.encode("\n") : prompt;
+}
+
+inline std::vector<std::string> read_prompts(const std::string& path) {
+  std::vector<std::string> prompts;
+  std::istringstream lines(read_file(path));
+  for (std::string line; std::getline(lines, line);) prompts.push_back(line);
+  if (prompts.empty()) fail("--prompt-file ", path, ": empty, expected a prompt on each line");
+  return prompts;
+}
+
+// A single text appears as it grows; of several, each as a paragraph of its own at the end.
+class TextPrinter {
+ public:
+  explicit TextPrinter(std::vector<std::string> prompts) : texts_(std::move(prompts)) {
+    if (streams()) std::cout << texts_[0] << std::flush;
+  }
+  void add(size_t text, std::string_view piece) {
+    if (streams()) {
+      std::cout << piece << std::flush;
+    } else {
+      texts_[text] += piece;
+    }
+  }
+  void finish() const {
+    for (size_t i = 0; !streams() && i < texts_.size(); i++) std::cout << (i > 0 ? "\n\n" : "") << texts_[i];
+    std::cout << std::endl;
+  }
+
+ private:
+  bool streams() const { return texts_.size() == 1; }
+  std::vector<std::string> texts_;
+};
+
+// On the error output: the text alone stands on the other.
+template <class Backend>
+void report_generation(const ModelConfig& c, int64_t tokens, double seconds,
+                       const Generation<Backend>& generation) {
+  const double dense = account(dense_reference(c)).cached_per_token * sizeof(float) *
+                       static_cast<double>(generation.cached_tokens());
+  std::fprintf(stderr,
+               "%lld tokens, %.0f a second; key/value cache %s, of a dense model with %lld layers %s\n",
+               static_cast<long long>(tokens), static_cast<double>(tokens) / std::max(seconds, 1e-9),
+               trimmed(bytes(generation.cache_bytes())).c_str(), static_cast<long long>(c.active_layers),
+               trimmed(bytes(std::llround(dense))).c_str());
+}
+
 template <class Backend>
 void generate_text(const Options& options) {
   const GenerateOptions& o = options.generate;
   const ModelConfig config = load_config(o.checkpoint);
   const Tokenizer tokenizer = checkpoint_tokenizer(o.checkpoint, config);
-  // With nothing to continue, start where a document or a line starts.
-  std::vector<int32_t> prompt = tokenizer.encode(o.prompt);
-  if (prompt.empty() && tokenizer.eot() >= 0) prompt = {tokenizer.eot()};
-  if (prompt.empty()) prompt = tokenizer.encode("\n");
-  require_memory(inference_bytes(config, 1), Backend::memory_bytes());
+  std::vector<std::string> prompts = {o.prompt};
+  if (!o.prompt_file.empty()) prompts = read_prompts(o.prompt_file);
+  std::vector<std::vector<int32_t>> texts;
+  for (const std::string& prompt : prompts) texts.push_back(encode_prompt(tokenizer, prompt));
+
+  const auto B = static_cast<int64_t>(texts.size());
+  validate_size(config, B);
+  require_memory(inference_bytes(config, B), Backend::memory_bytes());
   Backend backend(o.threads);
-  Model<Backend> model(backend, config, 1, Use::inference);
+  Model<Backend> model(backend, config, B, Use::inference);
   load_model(o.checkpoint, model);
-  std::cout << o.prompt << std::flush;
-  generate(model, prompt, o.max_new_tokens, {o.temperature, o.top_k, o.top_p}, static_cast<uint64_t>(o.seed),
-           tokenizer.eot(), [&](int32_t id) { std::cout << tokenizer.token(id) << std::flush; });
-  std::cout << "\n";
+  Generation<Backend> generation(model, std::move(texts), {o.temperature, o.top_k, o.top_p},
+                                 static_cast<uint64_t>(o.seed), tokenizer.eot());
+  TextPrinter printer(std::move(prompts));
+  const Stopwatch watch;
+  int64_t tokens = 0;
+  generation.run(o.max_new_tokens, [&](size_t text, int32_t id) {
+    tokens++;
+    printer.add(text, tokenizer.token(id));
+  });
+  printer.finish();
+  report_generation(config, tokens, watch.seconds(), generation);
 }
 
 }  // namespace detail

@@ -305,9 +305,13 @@ inline std::vector<Flag> generate_flags() {
   checkpoint.required = true;
   Flag prompt = value_flag("prompt", "TEXT", part, &O::prompt, {}, "text to go on from");
   prompt.set = [](Options& o, const std::string& text) { o.generate.prompt = text; };
+  Flag prompt_file = value_flag("prompt-file", "FILE", part, &O::prompt_file, {},
+                                "or: a prompt on each line, continued side by side");
+  prompt_file.excludes = "prompt";
   return {
       checkpoint,
       prompt,
+      prompt_file,
       value_flag("max-new-tokens", "N", part, &O::max_new_tokens, at_least(1), "tokens to write"),
       value_flag("temperature", "X", part, &O::temperature, at_least(0), "0: the most probable token"),
       value_flag("top-k", "N", part, &O::top_k, at_least(0), "choose among the K most probable; 0: off"),

@@ -1,13 +1,12 @@
 // Text from a checkpoint, token by token. Sparse layers use threshold routing: whether a token passes through
-// a layer depends on nothing behind it, so what was written never changes.
+// a layer depends on nothing behind it, so what was written never changes and its keys and values are kept.
 #pragma once
 
 #include <algorithm>
 #include <cmath>
 #include <cstdint>
 #include <numeric>
-#include <ostream>
-#include <string>
+#include <utility>
 #include <vector>
 
 #include "xmod/model.h"
@@ -49,26 +48,95 @@ inline int32_t sample_token(const std::vector<float>& logits, const Sampling& sa
   return order[kept - 1];
 }
 
-// Continues `prompt` (at least one id) by up to count tokens, calling emit(id) for each; stops at `end` (-1:
-// no such token). Each step runs the model over the last seq_len tokens.
-template <class Backend, class Emit>
-void generate(Model<Backend>& model, std::vector<int32_t> tokens, int64_t count, const Sampling& sampling,
-              uint64_t seed, int32_t end, Emit emit) {
-  const uint64_t stream = stream_of("generate");
-  std::vector<float> logits(static_cast<size_t>(model.config.vocab_size));
-  for (int64_t i = 0; i < count; i++) {
-    const int64_t size = static_cast<int64_t>(tokens.size());
-    const int64_t T = std::min(size, model.config.seq_len);
-    model.logits(logits.data(), tokens.data() + size - T, T, T - 1, 1, Routing::threshold);
+// Several texts that grow side by side, each as it would alone.
+template <class Backend>
+class Generation {
+ public:
+  // texts: token ids, at least one each. end: the id that closes a text, -1 for none.
+  Generation(Model<Backend>& model, std::vector<std::vector<int32_t>> texts, const Sampling& sampling,
+             uint64_t seed, int32_t end)
+      : model_(model),
+        texts_(std::move(texts)),
+        sampling_(sampling),
+        seed_(seed),
+        end_(end),
+        cache_(model.make_cache(static_cast<int64_t>(texts_.size()))),
+        fed_(texts_.size()),
+        open_(texts_.size(), true),
+        logits_(texts_.size() * static_cast<size_t>(model.config.vocab_size)) {}
+
+  // Lets every open text grow by up to `count` tokens, calling emit(text, id) for each.
+  template <class Emit>
+  void run(int64_t count, Emit emit) {
+    for (int64_t i = 0; i < count && std::find(open_.begin(), open_.end(), true) != open_.end(); i++) {
+      feed();
+      for (size_t text = 0; text < texts_.size(); text++) {
+        if (open_[text]) grow(text, i, emit);
+      }
+    }
+  }
+
+  bool is_open(size_t text) const { return open_[text]; }
+  int64_t cache_bytes() const { return cache_.bytes(); }
+  int64_t cached_tokens() const {
+    return std::accumulate(cache_.length.begin(), cache_.length.end(), int64_t{0});
+  }
+
+ private:
+  // Brings the tokens that the model has not seen yet into the cache.
+  void feed() {
+    std::vector<int32_t> tokens;
+    std::vector<int64_t> offsets = {0};
+    for (size_t text = 0; text < texts_.size(); text++) {
+      if (open_[text]) {
+        make_context(text);
+        tokens.insert(tokens.end(), texts_[text].begin() + static_cast<int64_t>(fed_[text]),
+                      texts_[text].end());
+        fed_[text] = texts_[text].size();
+      }
+      offsets.push_back(static_cast<int64_t>(tokens.size()));
+    }
+    model_.extend(logits_.data(), cache_, tokens.data(), offsets);
+  }
+
+  // Where the context is full, a text goes on from the newest half of it. A longer prompt begins with as much
+  // of its end as fits.
+  void make_context(size_t text) {
+    const int64_t T = model_.config.seq_len, size = static_cast<int64_t>(texts_[text].size());
+    const int64_t more = size - static_cast<int64_t>(fed_[text]);
+    if (cache_.length[text] + more <= T) return;
+    const int64_t kept = fed_[text] == 0 ? T : std::max<int64_t>(1, T / 2);
+    cache_.forget(static_cast<int64_t>(text));
+    fed_[text] = static_cast<size_t>(size - kept);
+  }
+
+  template <class Emit>
+  void grow(size_t text, int64_t i, Emit emit) {
+    const auto V = static_cast<size_t>(model_.config.vocab_size);
+    const std::vector<float> logits(logits_.begin() + static_cast<int64_t>(text * V),
+                                    logits_.begin() + static_cast<int64_t>((text + 1) * V));
     if (!std::all_of(logits.begin(), logits.end(), [](float logit) { return std::isfinite(logit); })) {
       fail("the model's logits are not finite numbers; its training diverged: take an earlier checkpoint");
     }
-    const double u = to_unit_interval(philox(seed, stream, static_cast<uint64_t>(i))[0]);
-    const int32_t id = sample_token(logits, sampling, u);
-    if (id == end) return;
-    tokens.push_back(id);
-    emit(id);
+    const double u = to_unit_interval(philox(seed_, stream_of("generate"), static_cast<uint64_t>(i))[0]);
+    const int32_t id = sample_token(logits, sampling_, u);
+    if (id == end_) {
+      open_[text] = false;
+      return;
+    }
+    texts_[text].push_back(id);
+    emit(text, id);
   }
-}
+
+  Model<Backend>& model_;
+  std::vector<std::vector<int32_t>> texts_;
+  const Sampling sampling_;
+  const uint64_t seed_;
+  const int32_t end_;
+  KeyValueCache<Backend> cache_;
+  std::vector<size_t> fed_;    // tokens of each text that the model has seen
+  std::vector<bool> open_;     // texts that have not ended
+  std::vector<float> logits_;  // (texts, V) behind the last token of each
+};
 
 }  // namespace xmod

@@ -100,17 +100,33 @@ class Model {
   void logits(float* out, const int32_t* tokens, int64_t T, int64_t first, int64_t rows, Routing routing) {
     start_batch(inference_, tokens, tokens, 1, T);
     forward_layers(routing);
-    const int64_t d = config.dim, V = config.vocab_size;
+    const int64_t d = config.dim;
     be_.rmsnorm_forward(act_->final_norm, act_->final_rstd, act_->stream, weight(table.final_norm), n_, d,
                         eps());
-    std::vector<floatX> chunk(static_cast<size_t>(std::min(rows, act_->logit_rows) * V));
-    for (int64_t row = 0; row < rows; row += act_->logit_rows) {
-      const int64_t count = std::min(act_->logit_rows, rows - row);
-      be_.matmul_forward(act_->logits, act_->final_norm + (first + row) * d, weight(table.embed_tokens),
-                         count, d, V);
-      be_.to_host(chunk.data(), act_->logits, count * V);
-      std::copy(chunk.begin(), chunk.begin() + count * V, out + row * V);
+    write_logits(out, act_->final_norm + first * d, rows);
+  }
+
+  KeyValueCache<Backend> make_cache(int64_t B) const { return {be_, config, plan.size(), B}; }
+
+  // Adds tokens behind the sequences of the cache: those of sequence b are tokens[offsets[b] ..
+  // offsets[b+1]), on the host; up to config.seq_len for a sequence in all. Threshold routing. Writes the
+  // logits (B, V) of each sequence's last token, on the host; those of a sequence without a new one mean
+  // nothing.
+  void extend(float* out, KeyValueCache<Backend>& cache, const int32_t* tokens,
+              const std::vector<int64_t>& offsets) {
+    start_extension(cache, tokens, offsets);
+    forward_layers(Routing::threshold);
+    const int64_t d = config.dim;
+    std::vector<int32_t> last(static_cast<size_t>(B_));
+    for (int64_t b = 0; b < B_; b++) {
+      last[b] = static_cast<int32_t>(std::max<int64_t>(0, offsets[b + 1] - 1));
+      cache.length[b] += static_cast<int32_t>(offsets[b + 1] - offsets[b]);
     }
+    be_.to_device(act_->targets, last.data(), B_);
+    be_.rmsnorm_forward(act_->final_norm, act_->final_rstd, act_->stream, weight(table.final_norm), n_, d,
+                        eps());
+    be_.gather(act_->stream, act_->final_norm, act_->targets, B_, d);
+    write_logits(out, act_->stream, B_);
   }
 
   // Closes a training step: moves what training moves without a gradient, by the sums over its
@@ -204,14 +220,35 @@ class Model {
     B_ = B, T_ = T, n_ = B * T, C_ = tokens_selected(config, T);
     be_.to_device(act.tokens, tokens, n_);
     be_.to_device(act.targets, targets, n_);
-    be_.fill_sequence(act.all_rows, n_);
-    be_.uniform_offsets(act.all_offsets, B, T);
+    be_.uniform_offsets(act.all_rows.offsets, B, T);
     be_.uniform_offsets(act.topk_offsets, B, C_);
-    ctx_.B = B, ctx_.T = T;
-    ctx_.all_rows = {act.all_rows, act.all_offsets, n_};
-    ctx_.stream = act.stream;
-    ctx_.dstream = act.dstream;
+    start_rows(nullptr);
+  }
+
+  // New tokens of sequences that have begun: offsets (B+1) on the host.
+  void start_extension(KeyValueCache<Backend>& cache, const int32_t* tokens,
+                       const std::vector<int64_t>& offsets) {
+    act_ = &inference_;
+    B_ = cache.sequences(), n_ = offsets.back();
+    be_.to_device(act_->tokens, tokens, n_);
+    be_.to_device(act_->all_rows.offsets, offsets.data(), B_ + 1);
+    be_.to_device(act_->times_selected, cache.length.data(), B_);  // until the first sparse layer
+    start_rows(act_->times_selected);
+    cache_ = &cache;
+  }
+
+  // position: (B) of each sequence's first row, or null: 0.
+  void start_rows(const int32_t* position) {
+    Rows& all = act_->all_rows;
+    all.n = n_;
+    be_.fill_sequence(all.row, n_);
+    be_.fill_positions(all.position, all.offsets, position, B_);
+    ctx_.B = B_;
+    ctx_.all_rows = all;
+    ctx_.stream = act_->stream;
+    ctx_.dstream = act_->dstream;
     ctx_.step_sums = nullptr;
+    cache_ = nullptr;
   }
 
   void forward_layers(Routing routing) {
@@ -222,6 +259,7 @@ class Model {
   void layer_forward(size_t l, Routing routing) {
     const LayerParameters& p = table.layers[l];
     LayerActivations<floatX>& a = act_->layers[l];
+    ctx_.cache = cache_ ? &cache_->layers[l] : nullptr;
     if (plan[l].routed) {
       select_rows(l, routing);
     } else {
@@ -252,8 +290,9 @@ class Model {
                       C_);
     } else {
       a.rows.n = be_.select_threshold(a.rows.row, a.rows.offsets, act_->selection_score,
-                                      thresholds() + layer.sparse_index, B_, T_);
+                                      thresholds() + layer.sparse_index, act_->all_rows.offsets, B_);
     }
+    be_.gather_ints(a.rows.position, act_->all_rows.position, a.rows.row, a.rows.n);
     be_.count_selected(a.router_logit, act_->times_selected, act_->score, a.rows.row, a.rows.n);
     if (on_selection) on_selection(layer.number, a.rows);
   }
@@ -297,6 +336,18 @@ class Model {
     be_.rmsnorm_backward(act_->dstream, gradient(table.final_norm), act_->dfinal, act_->stream,
                          weight(table.final_norm), act_->final_rstd, n_, d);
     return be_.mean(act_->losses, n_);
+  }
+
+  // out (rows, V) on the host, from the normalised rows inp (rows, d).
+  void write_logits(float* out, const floatX* inp, int64_t rows) {
+    const int64_t d = config.dim, V = config.vocab_size;
+    std::vector<floatX> chunk(static_cast<size_t>(std::min(rows, act_->logit_rows) * V));
+    for (int64_t row = 0; row < rows; row += act_->logit_rows) {
+      const int64_t count = std::min(act_->logit_rows, rows - row);
+      be_.matmul_forward(act_->logits, inp + row * d, weight(table.embed_tokens), count, d, V);
+      be_.to_host(chunk.data(), act_->logits, count * V);
+      std::copy(chunk.begin(), chunk.begin() + count * V, out + row * V);
+    }
   }
 
   // --- backward ---
@@ -372,8 +423,9 @@ class Model {
   int64_t step_tokens_ = 0;  // trained on in the running step
   LayerContext<Backend> ctx_;
   Activations<floatX> training_, inference_;
-  Activations<floatX>* act_ = nullptr;     // of the running batch
-  int64_t B_ = 0, T_ = 0, n_ = 0, C_ = 0;  // of the running batch; C: tokens a sparse layer selects
+  Activations<floatX>* act_ = nullptr;       // of the running batch
+  KeyValueCache<Backend>* cache_ = nullptr;  // of the running batch
+  int64_t B_ = 0, T_ = 0, n_ = 0, C_ = 0;    // of the running batch; C: tokens a sparse layer selects
 };
 
 }  // namespace xmod

@@ -52,7 +52,7 @@ struct EvalOptions {
 };
 
 struct GenerateOptions {
-  std::string checkpoint, prompt;
+  std::string checkpoint, prompt, prompt_file;
   int64_t max_new_tokens = 200;
   double temperature = 0.8;  // 0: always the most probable token
   int64_t top_k = 0;         // 0: off

@@ -283,6 +283,10 @@ inline std::string grouped(int64_t n) {
   return text;
 }
 
+inline std::string trimmed(const std::string& text) {
+  return text.substr(text.find_first_not_of(' '));
+}
+
 inline void print_counts(const ModelConfig& c, double compute, std::ostream& out) {
   const Accounting a = account(c);
   const double dense = account(dense_reference(c)).flops_per_token;
@@ -300,6 +304,9 @@ inline void print_counts(const ModelConfig& c, double compute, std::ostream& out
   row("FLOPs per token",
       scientific(a.flops_per_token) + " forward, " + scientific(3 * a.flops_per_token) + " to train");
   row("  relative to dense", print("%.2f of ", a.flops_per_token / dense) + scientific(dense));
+  const double full = static_cast<double>(c.seq_len) * sizeof(float);
+  row("key/value cache", trimmed(bytes(std::llround(a.cached_per_token * full))) + " for a full context");
+  row("  a dense model's", trimmed(bytes(std::llround(account(dense_reference(c)).cached_per_token * full))));
   if (compute > 0) {
     const double tokens = static_cast<double>(tokens_for_compute(c, compute));
     row("tokens", scientific(tokens) + " for " + scientific(compute) + " FLOPs");
@@ -323,6 +330,7 @@ inline nlohmann::ordered_json plan_json(const ModelConfig& c, const PlanOptions&
       {"params_active", std::llround(a.params_active)},
       {"flops_per_token", a.flops_per_token},
       {"flops_ratio_to_dense", flops_ratio_to_dense(c)},
+      {"cache_bytes", std::llround(a.cached_per_token * static_cast<double>(c.seq_len) * sizeof(float))},
       {"tokens", nullptr},
       {"memory", detail::memory_json(estimate_memory(c, o.batch_size))},
   };

@@ -3,7 +3,8 @@
 //
 // A kind is one struct in one file of this directory, which supplies
 //   parameters   add_parameters(): its tensors, whose offsets it keeps
-//   accounting   matrix_parameters(), matrix_parameters_per_token(); an attention also score_share()
+//   accounting   matrix_parameters(), matrix_parameters_per_token(); an attention also score_share() and
+//                cache_share()
 //   activations  Saved, carve_saved(): what a layer keeps for its backward pass;
 //                Scratch, carve_scratch(): what all layers of the kind share
 //   passes       forward(), backward(), of passes that the backends supply; an FFN also close_step(), what it
@@ -32,6 +33,7 @@ struct NoAttention {
   static int64_t matrix_parameters(const ModelConfig&) { return 0; }
   static double matrix_parameters_per_token(const ModelConfig&, double) { return 0; }
   static double score_share(double) { return 0; }
+  static double cache_share(double) { return 0; }
   void add_parameters(TensorAdder, const ModelConfig&) {}
 
   template <class floatX>

@@ -13,6 +13,7 @@ struct SelectedQAttention : AttentionParameters {
     return 2.0 * c.dim * c.kv_dim() + 2.0 * c.dim * c.q_dim() * share;
   }
   static double score_share(double share) { return share; }
+  static double cache_share(double) { return 1; }
 
   template <class floatX>
   struct Saved {
@@ -28,6 +29,7 @@ struct SelectedQAttention : AttentionParameters {
     float* q_rstd = nullptr;     // (n, H)
     floatX* attn = nullptr;      // (n, H*hd)
     float* lse = nullptr;        // (n, H)
+    int32_t* own_key = nullptr;  // (n) with a cache: where each query's own key lies
   };
 
   template <class floatX>
@@ -45,6 +47,7 @@ struct SelectedQAttention : AttentionParameters {
     a.q_rstd = arena.take<float>(n * c.heads);
     a.attn = arena.take<floatX>(n * c.q_dim());
     a.lse = arena.take<float>(n * c.heads);
+    a.own_key = arena.take<int32_t>(n);
     return a;
   }
 
@@ -79,18 +82,23 @@ struct SelectedQAttention : AttentionParameters {
     be.gather_rmsnorm_forward(a.all_x, a.all_norm, a.all_rstd, ctx.stream, ctx.weight(input_layernorm),
                               all.row, all.n, c.dim, ctx.eps());
     be.matmul_forward(a.kv, a.all_norm, ctx.weight(k_proj), all.n, c.dim, 2 * c.kv_dim());
-    be.qk_norm_rope_forward(nullptr, a.k, a.k_rstd, a.kv, nullptr, ctx.weight(k_norm), ctx.rope, all.row,
-                            all.n, ctx.T, c.seq_len, 0, c.kv_heads, c.head_dim, ctx.eps());
+    be.qk_norm_rope_forward(nullptr, a.k, a.k_rstd, a.kv, nullptr, ctx.weight(k_norm), ctx.rope, all.position,
+                            all.n, c.seq_len, 0, c.kv_heads, c.head_dim, ctx.eps());
 
     be.gather(x, ctx.stream, rows.row, rows.n, c.dim);
     be.gather(a.norm, a.all_norm, rows.row, rows.n, c.dim);
     be.matmul_forward(a.q_inp, a.norm, ctx.weight(q_proj), rows.n, c.dim, c.q_dim());
-    be.qk_norm_rope_forward(a.q, nullptr, a.q_rstd, a.q_inp, ctx.weight(q_norm), nullptr, ctx.rope, rows.row,
-                            rows.n, ctx.T, c.seq_len, c.heads, 0, c.head_dim, ctx.eps());
+    be.qk_norm_rope_forward(a.q, nullptr, a.q_rstd, a.q_inp, ctx.weight(q_norm), nullptr, ctx.rope,
+                            rows.position, rows.n, c.seq_len, c.heads, 0, c.head_dim, ctx.eps());
 
-    // A row's number b*T + t is also the number of its own key.
-    be.attention_forward(a.attn, a.lse, a.q, a.k, a.kv + c.kv_dim(), 2 * c.kv_dim(), rows.row, rows.offsets,
-                         all.offsets, ctx.B, c.heads, c.kv_heads, c.head_dim);
+    const KeysValues<floatX> kv = ctx.keys_values(a.k, a.kv + c.kv_dim(), 2 * c.kv_dim(), all);
+    const int32_t* own_key = rows.row;  // a row of the stream is also its key's
+    if (kv.own_key) {
+      be.gather_ints(a.own_key, kv.own_key, rows.row, rows.n);
+      own_key = a.own_key;
+    }
+    be.attention_forward(a.attn, a.lse, a.q, kv.k, kv.v, kv.v_stride, own_key, rows.offsets, kv.offsets,
+                         ctx.B, c.heads, c.kv_heads, c.head_dim);
     be.matmul_forward(delta, a.attn, ctx.weight(o_proj), rows.n, c.q_dim(), c.dim);
   }
 
@@ -108,12 +116,12 @@ struct SelectedQAttention : AttentionParameters {
                           all.offsets, ctx.B, c.heads, c.kv_heads, c.head_dim);
 
     be.qk_norm_rope_backward(g.dq_inp, ctx.gradient(q_norm), nullptr, g.dq, nullptr, a.q_inp,
-                             ctx.weight(q_norm), nullptr, a.q_rstd, ctx.rope, rows.row, rows.n, ctx.T,
+                             ctx.weight(q_norm), nullptr, a.q_rstd, ctx.rope, rows.position, rows.n,
                              c.seq_len, c.heads, 0, c.head_dim);
     ctx.matmul_backward(Gradient::write, g.dnorm, q_proj, g.dq_inp, a.norm, rows.n, c.dim, c.q_dim());
 
     be.qk_norm_rope_backward(g.dkv, nullptr, ctx.gradient(k_norm), nullptr, g.dk, a.kv, nullptr,
-                             ctx.weight(k_norm), a.k_rstd, ctx.rope, all.row, all.n, ctx.T, c.seq_len, 0,
+                             ctx.weight(k_norm), a.k_rstd, ctx.rope, all.position, all.n, c.seq_len, 0,
                              c.kv_heads, c.head_dim);
     ctx.matmul_backward(Gradient::write, g.dall_norm, k_proj, g.dkv, a.all_norm, all.n, c.dim,
                         2 * c.kv_dim());

@@ -37,7 +37,8 @@ struct SelfAttention : AttentionParameters {
   static double matrix_parameters_per_token(const ModelConfig& c, double share) {
     return static_cast<double>(matrix_parameters(c)) * share;
   }
-  static double score_share(double share) { return share * share; }
+  static double score_share(double share) { return share * share; }  // query-key pairs, of T^2
+  static double cache_share(double share) { return share; }          // tokens in the key/value cache
 
   template <class floatX>
   struct Saved {
@@ -93,9 +94,10 @@ struct SelfAttention : AttentionParameters {
                               c.dim, ctx.eps());
     be.matmul_forward(a.qkv, a.norm, ctx.weight(q_proj), rows.n, c.dim, c.qkv_dim());
     be.qk_norm_rope_forward(a.q, a.k, a.qk_rstd, a.qkv, ctx.weight(q_norm), ctx.weight(k_norm), ctx.rope,
-                            rows.row, rows.n, ctx.T, c.seq_len, c.heads, c.kv_heads, c.head_dim, ctx.eps());
-    be.attention_forward(a.attn, a.lse, a.q, a.k, values(a.qkv, c), c.qkv_dim(), nullptr, rows.offsets,
-                         rows.offsets, ctx.B, c.heads, c.kv_heads, c.head_dim);
+                            rows.position, rows.n, c.seq_len, c.heads, c.kv_heads, c.head_dim, ctx.eps());
+    const KeysValues<floatX> kv = ctx.keys_values(a.k, values(a.qkv, c), c.qkv_dim(), rows);
+    be.attention_forward(a.attn, a.lse, a.q, kv.k, kv.v, kv.v_stride, kv.own_key, rows.offsets, kv.offsets,
+                         ctx.B, c.heads, c.kv_heads, c.head_dim);
     be.matmul_forward(delta, a.attn, ctx.weight(o_proj), rows.n, c.q_dim(), c.dim);
   }
 
@@ -110,8 +112,8 @@ struct SelfAttention : AttentionParameters {
                           c.qkv_dim(), a.attn, a.lse, nullptr, rows.offsets, rows.offsets, ctx.B, c.heads,
                           c.kv_heads, c.head_dim);
     be.qk_norm_rope_backward(g.dqkv, ctx.gradient(q_norm), ctx.gradient(k_norm), g.dq, g.dk, a.qkv,
-                             ctx.weight(q_norm), ctx.weight(k_norm), a.qk_rstd, ctx.rope, rows.row, rows.n,
-                             ctx.T, c.seq_len, c.heads, c.kv_heads, c.head_dim);
+                             ctx.weight(q_norm), ctx.weight(k_norm), a.qk_rstd, ctx.rope, rows.position,
+                             rows.n, c.seq_len, c.heads, c.kv_heads, c.head_dim);
     ctx.matmul_backward(Gradient::write, g.dnorm, q_proj, g.dqkv, a.norm, rows.n, c.dim, c.qkv_dim());
     be.rmsnorm_add_backward(dx, ctx.gradient(input_layernorm), g.dnorm, x, ctx.weight(input_layernorm),
                             a.rstd, rows.n, c.dim);
