@@ -57,7 +57,7 @@ struct ModelConfig {
   int64_t expert_dim = 0;          // ... each of this width
   int64_t experts_per_token = 0;   // moe: k; in deco a ReLU decides
   int64_t shared_experts = 0;      // moe: s experts for every token; deco: one, s * expert_dim wide
-  double expert_bias_rate = 1e-3;  // moe: of balancing the load, 0 for none
+  double expert_bias_rate = 0.01;  // moe: of balancing the load, 0 for none
   double active_ratio = 0.2;       // deco: the share of (token, expert) pairs to train towards
   double entropy_weight = 1e-8;    // deco: lambda at the start, and the least it falls to
   double entropy_growth = 1.002;   // deco: lambda's factor of a step
