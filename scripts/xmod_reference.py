@@ -58,7 +58,7 @@ class Config:
     experts_per_token: int = 0  # k (moe)
     shared_experts: int = 0  # s: experts beside them that every token passes (deco: one, s times as wide)
     expert_dim: int = 0  # de: width of an expert
-    expert_bias_rate: float = 1e-3  # moe: how fast the bias evens out the loads; 0 for not at all
+    expert_bias_rate: float = 0.01  # moe: how fast the bias evens out the loads; 0 for not at all
     active_ratio: float = 0.2  # deco: the share of active experts that the entropy term steers to
     entropy_weight: float = 1e-8  # deco: the weight that the term begins with, and its least
     entropy_growth: float = 1.002  # deco: the factor by which the weight changes each step
