@@ -22,6 +22,13 @@ using Floats = std::vector<float>;
 using Doubles = std::vector<double>;
 using Ints = std::vector<int32_t>;
 
+// For the names of parametrised tests.
+inline std::string identifier(Arch arch) {
+  std::string name = arch_name(arch);
+  std::replace(name.begin(), name.end(), '-', '_');
+  return name;
+}
+
 // ---------------------------------------------------------------------------------------------------
 // Comparing
 
