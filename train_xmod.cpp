@@ -706,14 +706,9 @@ class CpuBackend : public CpuExpertPasses {
                    const int64_t* offsets,  // (count) on the host
                    int64_t count, int64_t rows, int64_t cols, const MuonStep& h) {
     muon_scratch_.resize(static_cast<size_t>(threads()));
-    if (count < threads()) {
-      for (int64_t i = 0; i < count; i++) {
-        const int64_t at = offsets[i];
-        muon_matrix(params + at, momentum + at, grads + at, rows, cols, h, muon_scratch_[0]);
-      }
-      return;
-    }
-#pragma omp parallel for schedule(dynamic, 1)
+    // One call, whichever way it runs: a compiler may fuse the arithmetic of two calls differently.
+    [[maybe_unused]] const int workers = count < threads() ? 1 : threads();
+#pragma omp parallel for schedule(dynamic, 1) num_threads(workers)
     for (int64_t i = 0; i < count; i++) {
       const int64_t at = offsets[i];
       muon_matrix(params + at, momentum + at, grads + at, rows, cols, h, muon_scratch_[thread()]);

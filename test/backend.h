@@ -22,6 +22,13 @@ using Floats = std::vector<float>;
 using Doubles = std::vector<double>;
 using Ints = std::vector<int32_t>;
 
+// For the names of parametrised tests.
+inline std::string identifier(Arch arch) {
+  std::string name = arch_name(arch);
+  std::replace(name.begin(), name.end(), '-', '_');
+  return name;
+}
+
 // ---------------------------------------------------------------------------------------------------
 // Comparing
 
@@ -196,6 +203,31 @@ void expect_same_bits_for_any_thread_count(Run run) {
     EXPECT_TRUE(same_bits(result, first)) << threads << " threads against 1";
   }
   TestBackend restored(before);
+}
+
+// ---------------------------------------------------------------------------------------------------
+// deco's lambda, the same in all of its layers
+
+inline Floats entropy_weights(const Model<TestBackend>& model) {
+  Floats all;
+  for (const LayerParameters& p : model.table.layers) {
+    const auto* deco = std::get_if<Deco>(&p.ffn);
+    if (deco) append(all, download(model.backend(), model.buffers() + deco->lambda, 1));
+  }
+  return all;
+}
+
+inline float entropy_weight(const Model<TestBackend>& model) {
+  const Floats all = entropy_weights(model);
+  for (float lambda : all) EXPECT_EQ(lambda, all[0]);
+  return all.empty() ? 0 : all[0];
+}
+
+inline void set_entropy_weight(const Model<TestBackend>& model, float lambda) {
+  for (const LayerParameters& p : model.table.layers) {
+    const auto* deco = std::get_if<Deco>(&p.ffn);
+    if (deco) model.backend().to_device(model.buffers() + deco->lambda, &lambda, 1);
+  }
 }
 
 }  // namespace xmod

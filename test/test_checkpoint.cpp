@@ -28,6 +28,13 @@ ModelConfig small_config(Arch arch) {
   c.seq_len = 10;
   c.token_sparsity = 2;
   c.dense_prefix = 1;
+  if (has_experts(arch)) {
+    c.experts = 3;
+    c.expert_dim = 8;
+    c.shared_experts = 1;
+  }
+  if (arch == Arch::moe) c.experts_per_token = 2;
+  if (arch == Arch::deco) c.entropy_weight = 0.1, c.entropy_growth = 1.5;  // so much that it shows
   return c;
 }
 
@@ -61,7 +68,7 @@ struct SmallRun {
   // Every number that a checkpoint has to keep.
   Floats numbers() const {
     Floats all = download(be, model.params(), model.table.total);
-    append(all, download(be, model.thresholds(), model.sparse_layers));
+    append(all, download(be, model.buffers(), model.table.buffers_total));
     append(all, download(be, optimizer.first_moment(), model.table.total));
     append(all, download(be, optimizer.second_moment(), optimizer.table.second_moment_total));
     return all;
@@ -121,10 +128,12 @@ void put(const std::string& path, const std::string& text) {
 class RoundTrip : public Checkpoints, public ::testing::WithParamInterface<std::tuple<Arch, Optimizer>> {};
 
 INSTANTIATE_TEST_SUITE_P(All, RoundTrip,
-                         ::testing::Combine(::testing::Values(Arch::dense, Arch::mod, Arch::xmod),
+                         ::testing::Combine(::testing::Values(Arch::dense, Arch::mod, Arch::xmod,
+                                                              Arch::routed_ffn, Arch::selected_q, Arch::moe,
+                                                              Arch::deco),
                                             ::testing::Values(Optimizer::muon, Optimizer::adamw)),
                          [](const auto& info) {
-                           return arch_name(std::get<0>(info.param)) +
+                           return identifier(std::get<0>(info.param)) +
                                   (std::get<1>(info.param) == Optimizer::muon ? "_muon" : "_adamw");
                          });
 
@@ -136,7 +145,7 @@ TEST_P(RoundTrip, EveryNumberComesBackAndTrainingGoesOnBitForBit) {
   SmallRun resumed(be_, small_config(arch), choice);
   resumed.load(checkpoint);
   EXPECT_TRUE(same_bits(resumed.numbers(), run.numbers()));
-  EXPECT_EQ(detail::to_json(resumed.state, Arch::xmod), detail::to_json(run.state, Arch::xmod));
+  EXPECT_EQ(detail::to_json(resumed.state, arch), detail::to_json(run.state, arch));
   EXPECT_EQ(resumed.state.step, 3);
   EXPECT_EQ(resumed.state.tokens, 60);
   EXPECT_EQ(resumed.state.loader.seed, 42u);
@@ -181,6 +190,33 @@ TEST_F(Checkpoints, TheFilesAndTensorsOfACheckpoint) {
 TEST_F(Checkpoints, ADenseModelHasQwen3sTensorsAndNoOthers) {
   const std::string checkpoint = trained(small_config(Arch::dense), 1).save(out_);
   EXPECT_EQ(SafetensorsFile(checkpoint + "/model.safetensors").tensors().size(), 2 + 5 * 11u);
+}
+
+// Hugging Face's names where it has such layers.
+TEST_F(Checkpoints, TheTensorsOfLayersWithExperts) {
+  const std::string moe = trained(small_config(Arch::moe), 2).save(out_ + "/moe") + "/model.safetensors";
+  const SafetensorsFile weights(moe);
+  EXPECT_EQ(weights.tensors().size(), 2 + 5 * (8 + 1 + 1 + 3 * 3 + 3u));
+  EXPECT_EQ(weights.info("model.layers.0.mlp.gate.weight").shape, (Shape{3, 12}));
+  EXPECT_EQ(weights.info("model.layers.0.mlp.gate.e_score_correction_bias").shape, (Shape{3}));
+  EXPECT_EQ(weights.info("model.layers.4.mlp.experts.2.up_proj.weight").shape, (Shape{8, 12}));
+  EXPECT_EQ(weights.info("model.layers.4.mlp.shared_experts.0.down_proj.weight").shape, (Shape{12, 8}));
+  Floats biases(3);
+  weights.read_f32("model.layers.2.mlp.gate.e_score_correction_bias", {3}, biases.data());
+  EXPECT_NE(biases, Floats(3)) << "the biases have not moved";
+
+  const SmallRun run = trained(small_config(Arch::deco), 1);
+  const std::string deco = run.save(out_ + "/deco");
+  const SafetensorsFile others(deco + "/model.safetensors");
+  EXPECT_EQ(others.tensors().size(), 2 + 11 + 4 * (8 + 3 + 2 * 3 + 3 + 1u));
+  EXPECT_EQ(others.info("model.layers.1.mlp.expert_scale").shape, (Shape{3}));
+  EXPECT_EQ(others.info("model.layers.1.mlp.expert_norm.weight").shape, (Shape{8}));
+  EXPECT_EQ(others.info("model.layers.1.mlp.shared_expert.gate_proj.weight").shape, (Shape{8, 12}));
+  EXPECT_FALSE(others.contains("model.layers.0.mlp.gate.weight"));
+  Floats lambda(1);
+  others.read_f32("model.layers.1.mlp.entropy_weight", {1}, lambda.data());
+  EXPECT_EQ(lambda[0], entropy_weight(run.model));
+  EXPECT_NE(lambda[0], static_cast<float>(run.model.config.entropy_weight)) << "lambda has not moved";
 }
 
 TEST_F(Checkpoints, TheSameStepIsWrittenAnew) {
@@ -253,6 +289,29 @@ TEST_F(Checkpoints, AnotherModelIsRefused) {
   }
 }
 
+TEST_F(Checkpoints, OtherExpertsAreRefused) {
+  using Change = std::function<void(ModelConfig&)>;
+  auto check = [&](Arch arch, const std::vector<std::pair<Change, std::string>>& changes) {
+    const std::string checkpoint = trained(small_config(arch), 1).save(out_ + "/" + arch_name(arch));
+    for (const auto& [change, difference] : changes) {
+      ModelConfig other = small_config(arch);
+      change(other);
+      SmallRun run(be_, other);
+      expect_error([&] { run.load(checkpoint); }, {"--resume", checkpoint, difference});
+    }
+  };
+  check(Arch::moe, {{[](ModelConfig& c) { c.experts = 4; }, "--experts 4 against 3"},
+                    {[](ModelConfig& c) { c.experts_per_token = 1; }, "--experts-per-token 1 against 2"},
+                    {[](ModelConfig& c) { c.shared_experts = 0; }, "--shared-experts 0 against 1"},
+                    {[](ModelConfig& c) { c.expert_dim = 9; }, "--expert-dim 9 against 8"},
+                    {[](ModelConfig& c) { c.expert_bias_rate = 0; }, "--expert-bias-rate 0 against 0.001"}});
+  check(Arch::deco,
+        {{[](ModelConfig& c) { c.arch = Arch::moe, c.experts_per_token = 1; }, "--arch moe against deco"},
+         {[](ModelConfig& c) { c.active_ratio = 0.5; }, "--active-ratio 0.5 against 0.2"},
+         {[](ModelConfig& c) { c.entropy_weight = 1; }, "--entropy-weight 1 against 0.1"},
+         {[](ModelConfig& c) { c.entropy_growth = 2; }, "--entropy-growth 2 against 1.5"}});
+}
+
 TEST_F(Checkpoints, AnotherOptimizerIsRefused) {
   const ModelConfig config = small_config(Arch::xmod);
   const std::string muon = trained(config, 1).save(out_ + "/muon");
@@ -272,7 +331,13 @@ class Edited : public Checkpoints {
 
   void SetUp() override {
     Checkpoints::SetUp();
-    checkpoint_ = trained(small_config(Arch::xmod), 1).save(out_);
+    open(Arch::xmod);
+  }
+
+  void open(Arch arch) {
+    arch_ = arch;
+    tensors_.clear();
+    checkpoint_ = trained(small_config(arch), 1).save(out_ + "/" + arch_name(arch));
     path_ = checkpoint_ + "/model.safetensors";
     const SafetensorsFile file(path_);
     for (const TensorInfo& info : file.tensors()) {
@@ -306,10 +371,11 @@ class Edited : public Checkpoints {
   void expect_refused(const Names& parts) {
     Model<TestBackend> model(be_, load_config(checkpoint_), 1, Use::inference);
     expect_error([&] { load_model(checkpoint_, model); }, parts);
-    SmallRun run(be_, small_config(Arch::xmod));
+    SmallRun run(be_, small_config(arch_));
     expect_error([&] { run.load(checkpoint_); }, parts);
   }
 
+  Arch arch_;
   std::string checkpoint_, path_;
   std::vector<Tensor> tensors_;
 };
@@ -366,6 +432,22 @@ TEST_F(Edited, WeightsThatAreNotNumbers) {
   }
 }
 
+TEST_F(Edited, ExpertBiases) {
+  open(Arch::moe);
+  const std::string bias = "model.layers.2.mlp.gate.e_score_correction_bias";
+  for (float bad : {std::numeric_limits<float>::quiet_NaN(), std::numeric_limits<float>::infinity()}) {
+    tensor(bias).values[1] = bad;
+    write();
+    expect_refused({path_, bias});
+  }
+  tensor(bias) = {{bias, Dtype::F32, {4}}, Floats(4)};
+  write();
+  expect_refused({path_, bias, "[4]", "[3]"});
+  std::erase_if(tensors_, [&](const Tensor& t) { return t.info.name == bias; });
+  write();
+  expect_refused({path_, "no tensor " + bias});
+}
+
 // ---------------------------------------------------------------------------------------------------
 // JSON that is broken
 
@@ -403,6 +485,31 @@ TEST_F(Checkpoints, TrainerJsonIsCheckedKeyByKey) {
   expect_error([&] { run.load(checkpoint); }, {path, "No such file"});
   put(path, good);
   run.load(checkpoint);
+}
+
+TEST_F(Checkpoints, AnEntropyWeightThatIsBroken) {
+  const std::string checkpoint = trained(small_config(Arch::deco), 1).save(out_);
+  const std::string path = checkpoint + "/trainer.json", good = read_file(path);
+  const size_t begin = good.find("\"entropy_weight\": ") + 18, end = good.find_first_of(",\n}", begin);
+  auto with = [&](const std::string& value) { return good.substr(0, begin) + value + good.substr(end); };
+  nlohmann::json without = nlohmann::json::parse(good);
+  without.erase("entropy_weight");
+  const std::vector<std::pair<std::string, std::string>> broken = {
+      {without.dump(), "entropy_weight is missing"},
+      {with("null"), "entropy_weight is null"},
+      {with("\"1e-8\""), "entropy_weight is \"1e-8\""},
+      {with("-1e-8"), "entropy_weight is -1e-08"},
+      {with("NaN"), "not valid JSON"},
+      {with("1e999"), "not valid JSON"}};
+  for (const auto& [text, part] : broken) {
+    put(path, text);
+    SmallRun run(be_, small_config(Arch::deco));
+    expect_error([&] { run.load(checkpoint); }, {path, part});
+  }
+  put(path, with("0.25"));
+  SmallRun run(be_, small_config(Arch::deco));
+  run.load(checkpoint);
+  EXPECT_EQ(run.state.entropy_weight, 0.25);
 }
 
 TEST_F(Checkpoints, ALargeSeedComesBack) {

@@ -15,6 +15,10 @@ namespace {
 
 const std::string kFirstLine =
     "step,tokens,flops,train_loss,val_loss_topk,val_loss_threshold,lr,grad_norm,tokens_per_second\n";
+const std::string kExpertsFirstLine =
+    "step,tokens,flops,train_loss,val_loss_topk,val_loss_threshold,lr,grad_norm,tokens_per_second,"
+    "expert_load_max,expert_load_entropy,expert_active_ratio\n";
+constexpr bool kExperts = true;
 
 MetricsRow row(int64_t step) {
   return {.step = step,
@@ -34,8 +38,32 @@ std::string line(int64_t step) {
          "000,5.25,,,0.0032,1.5,1000\n";
 }
 
+MetricsRow expert_row(int64_t step) {
+  MetricsRow r = row(step);
+  r.expert_loads = {.max = 1.5, .entropy = 0.75, .active_ratio = 0.25};
+  return r;
+}
+
+std::string expert_line(int64_t step) {
+  const std::string plain = line(step);
+  return plain.substr(0, plain.size() - 1) + ",1.5,0.75,0.25\n";
+}
+
 class Metrics : public testing::Test {
  protected:
+  // The file stays as it is.
+  void expect_refused(const std::string& content, bool experts) const {
+    put(content);
+    try {
+      MetricsLog log(path_, 5, experts);
+      FAIL() << "expected an error";
+    } catch (const Error& error) {
+      EXPECT_EQ(error.exit_code, 1);
+      EXPECT_NE(std::string(error.what()).find(path_), std::string::npos) << error.what();
+    }
+    EXPECT_EQ(text(), content);
+  }
+
   void SetUp() override {
     std::string name = testing::TempDir() + "xmod_metrics_XXXXXX";
     ASSERT_NE(::mkdtemp(name.data()), nullptr);
@@ -117,17 +145,26 @@ TEST_F(Metrics, AResumedRunWithoutTheFileStartsOne) {
 }
 
 TEST_F(Metrics, AnotherFileIsNotTouched) {
-  for (const std::string other : {"", "name,age\nAda,36\n"}) {
-    put(other);
-    try {
-      MetricsLog log(path_, 5);
-      FAIL() << "expected an error";
-    } catch (const Error& error) {
-      EXPECT_EQ(error.exit_code, 1);
-      EXPECT_NE(std::string(error.what()).find(path_), std::string::npos) << error.what();
-    }
-    EXPECT_EQ(text(), other);
-  }
+  expect_refused("", !kExperts);
+  expect_refused("name,age\nAda,36\n", !kExperts);
+}
+
+TEST_F(Metrics, OnlyAModelWithExpertsHasTheirColumns) {
+  MetricsLog(path_, 0, kExperts).append(expert_row(1));
+  EXPECT_EQ(text(), kExpertsFirstLine + expert_line(1));
+  MetricsLog(path_, 0).append(expert_row(1));
+  EXPECT_EQ(text(), kFirstLine + line(1));
+}
+
+TEST_F(Metrics, AResumedRunWithExpertsGoesOn) {
+  put(kExpertsFirstLine + expert_line(9) + expert_line(10) + expert_line(11) + expert_line(12).substr(0, 40));
+  MetricsLog(path_, 10, kExperts).append(expert_row(11));
+  EXPECT_EQ(text(), kExpertsFirstLine + expert_line(9) + expert_line(10) + expert_line(11));
+}
+
+TEST_F(Metrics, ColumnsOfAnotherKindOfModelAreRefused) {
+  expect_refused(kFirstLine + line(5), kExperts);
+  expect_refused(kExpertsFirstLine + expert_line(5), !kExperts);
 }
 
 TEST_F(Metrics, NoTemporaryFileStays) {

@@ -290,7 +290,7 @@ MuonState update_batch(TestBackend& be, int64_t rows, int64_t cols, int64_t at_a
 }
 
 TEST_F(PassTest, MuonOfABatchEqualsOneByOneForAnyThreadCount) {
-  for (const auto& shape : {std::array<int64_t, 2>{16, 40}, {80, 64}}) {
+  for (const auto& shape : {std::array<int64_t, 2>{16, 40}, {80, 64}, {72, 200}, {200, 72}}) {
     const int64_t rows = shape[0], cols = shape[1];
     for (int64_t at_a_time : {1, 2, 7}) {
       const MuonState one_by_one = update_batch(be_, rows, cols, 1);

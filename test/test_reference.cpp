@@ -149,15 +149,6 @@ TEST_P(ExpertsReferenceTest, ExpertsExactly) {
 }
 
 TEST_P(DecoReferenceTest, EntropyTermAndItsWeight) {
-  // lambda of every deco layer
-  auto entropy_weights = [&] {
-    Floats all;
-    for (const LayerParameters& p : model_.table.layers) {
-      const auto* deco = std::get_if<Deco>(&p.ffn);
-      if (deco) append(all, download(be_, model_.buffers() + deco->lambda, 1));
-    }
-    return all;
-  };
   forward_backward();
   double entropy = 0;
   for (const auto& layer : model_.activations().layers) {
@@ -171,7 +162,7 @@ TEST_P(DecoReferenceTest, EntropyTermAndItsWeight) {
   const std::vector<float> ratio = tensor("expert_active_ratio", {3}), weight = tensor("entropy_weight", {3});
   three_steps([&](size_t step, const ExpertLoads& loads) {
     EXPECT_NEAR(loads.active_ratio, ratio[step], 1e-7) << "step " << step;
-    for (const float lambda : entropy_weights())
+    for (const float lambda : entropy_weights(model_))
       EXPECT_NEAR(lambda, weight[step], kBound * weight[step]) << "step " << step;
   });
 }

@@ -26,6 +26,12 @@ MODEL = {"arch": "xmod", "vocab_size": 256, "dim": 16, "heads": 2, "kv_heads": 1
          "active_layers": 4, "dense_prefix": 1, "token_sparsity": 2, "seq_len": 16}
 MOD = {"arch": "mod", "dense_prefix": None}
 DENSE = {"arch": "dense", "dense_prefix": None, "token_sparsity": None}
+MOE = {**DENSE, "arch": "moe", "experts": 4, "experts_per_token": 2, "shared_experts": 1, "expert_dim": 8,
+       "expert_bias_rate": 0.05}
+DECO = {"arch": "deco", "token_sparsity": None, "experts": 4, "expert_dim": 8, "entropy_weight": 0.1,
+        "entropy_growth": 1.1}
+# The architectures beside the paper's own.
+OTHERS = {"routed-ffn": {"arch": "routed-ffn"}, "selected-q": {"arch": "selected-q"}, "moe": MOE, "deco": DECO}
 
 
 def flags(options):
@@ -65,9 +71,11 @@ def read_metrics(out):
 
 def record(out):
     """Everything that a run leaves behind and that must not depend on how often it was interrupted: name -> bytes.
-    The last column of metrics.csv is a timing."""
+    One column of metrics.csv is a timing."""
     files = {str(path.relative_to(out)): path.read_bytes() for path in out.rglob("*") if path.is_file()}
-    files["metrics.csv"] = b"\n".join(row.rpartition(b",")[0] for row in files["metrics.csv"].split(b"\n"))
+    rows = [line.split(b",") for line in files["metrics.csv"].split(b"\n")]
+    timing = rows[0].index(b"tokens_per_second")
+    files["metrics.csv"] = b"\n".join(b",".join(row[:timing] + row[timing + 1:]) for row in rows)
     return files
 
 
@@ -176,11 +184,15 @@ class ResumeTest(TrainingTest):
 
     def test_killed_at_random_moments(self):
         chance = random.Random(1)
-        for name, changes in {"xmod": {},
-                              "mod": {**MOD, "optimizer": "adamw", "keep_checkpoints": 1},
-                              "dense": {**DENSE, "grad_accum": 2, "keep_checkpoints": 3}}.items():
+        for name, times, changes in [("xmod", 15, {}),
+                                     ("mod", 15, {**MOD, "optimizer": "adamw", "keep_checkpoints": 1}),
+                                     ("dense", 15, {**DENSE, "grad_accum": 2, "keep_checkpoints": 3}),
+                                     ("moe", 6, {**MOE, "grad_accum": 2}),
+                                     ("deco", 6, {**DECO, "grad_accum": 2}),
+                                     ("routed-ffn", 3, OTHERS["routed-ffn"]),
+                                     ("selected-q", 3, OTHERS["selected-q"])]:
             with self.subTest(name):
-                changes["checkpoint_interval"] = 2
+                changes = {**changes, "checkpoint_interval": 2}
                 expected = record(self.train(name, **changes))
                 killed = self.folder / (name + "_killed")
 
@@ -189,7 +201,7 @@ class ResumeTest(TrainingTest):
                     self.wait_for_step(process, killed, self.last_step(killed) + chance.randrange(7))
                     time.sleep(chance.uniform(0, 0.02))
 
-                kills = sum(self.interrupt(killed, some_moment, **changes) for _ in range(15))
+                kills = sum(self.interrupt(killed, some_moment, **changes) for _ in range(times))
                 self.assertGreater(kills, 0)
                 self.finish(killed, **changes)
                 self.assert_same_record(killed, expected)
@@ -298,7 +310,7 @@ class RepeatTest(TrainingTest):
         self.assertNotEqual(other["step_00000030/model.safetensors"], expected["step_00000030/model.safetensors"])
 
     def test_any_number_of_threads_gives_the_same_bytes(self):
-        for changes in {}, MOD, {**DENSE, "optimizer": "adamw"}:
+        for changes in {}, MOD, {**DENSE, "optimizer": "adamw"}, *OTHERS.values():
             arch = changes.get("arch", "xmod")
             with self.subTest(arch):
                 run = {**self.WIDE, **changes}
@@ -418,6 +430,94 @@ class RunTest(TrainingTest):
         self.assert_same_record(out, record(self.folder / "out_2"))  # the width makes no difference
         self.expect_error(["token 0 has id 50256", "--vocab-size"],
                           *self.arguments(train_data=self.folder / "gpt2_2.bin", vocab_size=50256, out="none"))
+
+
+class OtherArchitecturesTest(TrainingTest):
+    """routed-ffn, selected-q, moe and deco by the commands of every architecture."""
+    LOADS = ["expert_load_max", "expert_load_entropy", "expert_active_ratio"]
+
+    def test_train_eval_and_generate(self):
+        for arch, changes in OTHERS.items():
+            with self.subTest(arch):
+                rows = read_metrics(self.train(arch, **changes))
+                self.assertEqual([int(row["step"]) for row in rows], list(range(1, 31)))
+                self.assertLess(float(rows[-1]["train_loss"]), float(rows[0]["train_loss"]) - 0.5)
+                checkpoint = self.folder / arch / "step_00000030"
+                losses = json.loads(self.succeed("eval", "--checkpoint", checkpoint, "--val-data",
+                                                 self.folder / "val_0.bin", "--batch-size", 3, "--json"))
+                for name in "val_loss_topk", "val_loss_threshold":
+                    self.assertEqual(f"{losses[name]:.9g}", rows[-1][name])
+                routed = arch in ("routed-ffn", "selected-q")
+                self.assertEqual(losses["val_loss_topk"] != losses["val_loss_threshold"], routed)
+
+                generate = ["generate", "--checkpoint", checkpoint, "--prompt", "the", "--seed", 1]
+                text = self.succeed(*generate, "--max-new-tokens", 30)
+                self.assertEqual((text[:3], len(text)), (b"the", 3 + 30 + 1))
+                self.assertEqual(self.succeed(*generate, "--max-new-tokens", 11)[:-1], text[:3 + 11])
+
+    def test_plan_tells_what_train_costs(self):
+        for arch, changes in OTHERS.items():
+            with self.subTest(arch):
+                plan = json.loads(self.succeed("plan", *flags({**MODEL, **changes}), "--json"))
+                self.assertEqual(plan["arch"], arch)
+                self.assertEqual(plan["pattern"], "DSSDD" if "DS" in plan["pattern"] else "DDDD")
+                row = read_metrics(self.train(arch, **changes, steps=1))[0]
+                self.assertAlmostEqual(float(row["flops"]) / (3 * plan["flops_per_token"] * 48), 1, delta=1e-8)
+                weights = Safetensors(self.folder / arch / "step_00000001" / "model.safetensors").header
+                buffers = "router.threshold", "e_score_correction_bias", "__metadata__"
+                self.assertEqual(plan["params_total"], sum(math.prod(entry["shape"]) for name, entry in weights.items()
+                                                           if not name.endswith(buffers)))
+
+    def test_load_columns(self):
+        """Of models with experts, and of those only."""
+        for arch, changes in OTHERS.items():
+            rows = read_metrics(self.train(arch, **changes, grad_accum=2))
+            with self.subTest(arch):
+                self.assertEqual(list(rows[0])[9:], self.LOADS if "experts" in changes else [])
+            for row in rows if "experts" in changes else []:
+                largest, entropy, ratio = (float(row[name]) for name in self.LOADS)
+                self.assertTrue(1 <= largest <= 4 and 0 <= entropy <= 1, row)
+                if arch == "moe":
+                    self.assertEqual(ratio, 0.5)
+                else:
+                    self.assertTrue(0 < ratio < 1, row)
+
+    def test_what_training_moves_without_a_gradient(self):
+        """The expert biases by the rate a step, at most; the entropy weight by the growth a step, as the ratio goes."""
+        weights = Safetensors(self.train("moe", **MOE) / "step_00000030" / "model.safetensors")
+        biases = [value for name in weights.header if name.endswith("e_score_correction_bias")
+                  for value in weights.values(name)]
+        self.assertEqual(len(biases), 4 * 4)
+        self.assertGreater(max(map(abs, biases)), 0.05)
+        for bias in biases:
+            self.assertLessEqual(abs(bias), 30 * 0.05 * 1.0001)
+            self.assertAlmostEqual(bias / 0.05, round(bias / 0.05), delta=1e-4)
+
+        out = self.train("deco", **DECO, keep_checkpoints=100, checkpoint_interval=1)
+        expected = 0.1
+        for row in read_metrics(out):
+            grows = float(row["expert_active_ratio"]) > 0.2
+            expected = expected * 1.1 if grows else max(expected / 1.1, 0.1)
+            weights = Safetensors(out / f"step_{int(row['step']):08}" / "model.safetensors")
+            for name in [name for name in weights.header if name.endswith("entropy_weight")]:
+                self.assertAlmostEqual(weights.values(name)[0] / expected, 1, delta=1e-5)
+        self.assertGreater(expected, 0.1)
+
+    def test_balancing_evens_the_load(self):
+        """Two in eight experts for a token, so 4 is the most that the largest load can be."""
+        words = [bytes(random.Random(i).choices(range(97, 123), k=2 + i % 7)) for i in range(400)]
+        text = b" ".join(random.Random(1).choices(words, weights=[1 / (i + 1) for i in range(400)], k=10000))
+        write_shard(self.folder / "words.bin", text)
+        run = {**MOE, "experts": 8, "shared_experts": None, "active_layers": 2, "dim": 32, "seq_len": 32,
+               "batch_size": 8, "steps": 200, "lr_schedule": "constant", "train_data": self.folder / "words.bin",
+               "val_data": None, "checkpoint_interval": 0}
+
+        def largest_load(rate):
+            """Over the last steps."""
+            rows = read_metrics(self.train(f"rate_{rate}", **{**run, "expert_bias_rate": rate}))[-20:]
+            return sum(float(row["expert_load_max"]) for row in rows) / 20
+        self.assertLess(largest_load(0.01), 2)
+        self.assertGreater(largest_load(0), 3)
 
 
 class CheckpointCommandsTest(TrainingTest):
@@ -621,9 +721,31 @@ class RefusedCommandLineTest(TrainingTest):
         self.expect_error("--checkpoint", "generate", status=2)
         self.expect_error("--val-data", "eval", "--checkpoint", "x", status=2)
 
-    def test_architectures_whose_passes_are_not_built(self):
-        self.expect_error(["--arch selected-q", "plan"], *self.arguments(arch="selected-q"))
-        self.assertFalse((self.folder / "out").exists())
+    def test_experts(self):
+        for parts, changes in [
+                (["--experts-per-token 5", "--experts 4"], {**MOE, "experts_per_token": 5}),
+                (["--arch moe needs --experts E"], {**MOE, "experts": None}),
+                (["--arch moe needs --experts-per-token"], {**MOE, "experts_per_token": None}),
+                (["--arch moe needs --expert-dim"], {**MOE, "expert_dim": None}),
+                (["--arch deco needs --expert-dim"], {**DECO, "expert_dim": None}),
+                (["--experts 0", "at least 1"], {**MOE, "experts": 0}),
+                (["--expert-dim -8"], {**MOE, "expert_dim": -8}),
+                (["--expert-bias-rate nan"], {**MOE, "expert_bias_rate": "nan"}),
+                (["--active-ratio 0"], {**DECO, "active_ratio": 0}),
+                (["--entropy-growth 0.5"], {**DECO, "entropy_growth": 0.5}),
+                (["--dense-prefix 4", "layer with experts"], {**DECO, "dense_prefix": 4}),
+                (["--expert-bias-rate", "does not belong to --arch deco"], {**DECO, "expert_bias_rate": 0}),
+                (["--experts-per-token", "does not belong to --arch deco"], {**DECO, "experts_per_token": 2}),
+                (["--entropy-weight", "does not belong to --arch moe"], {**MOE, "entropy_weight": 1}),
+                (["--token-sparsity", "does not belong to --arch moe"], {**MOE, "token_sparsity": 2}),
+                (["--dense-prefix", "does not belong to --arch moe"], {**MOE, "dense_prefix": 1}),
+                (["--experts", "does not belong to --arch selected-q"], {"arch": "selected-q", "experts": 4}),
+                (["--shared-experts", "does not belong to --arch dense"], {**DENSE, "shared_experts": 1}),
+                (["--active-ratio", "does not belong to --arch routed-ffn"],
+                 {"arch": "routed-ffn", "active_ratio": 0.2})]:
+            with self.subTest(changes):
+                self.expect_error(parts, *self.arguments(**changes), status=2)
+                self.assertFalse((self.folder / "out").exists())
 
     def test_more_memory_than_there_is(self):
         for changes in {"batch_size": 100000000}, {"dim": 100000, "ffn_dim": 1000000, "vocab_size": 1000000}:
@@ -639,11 +761,15 @@ class RefusedCommandLineTest(TrainingTest):
 class RefusedCheckpointTest(TrainingTest):
     def setUp(self):
         super().setUp()
-        self.out = self.train(steps=6)
+        self.train_model()
+
+    def train_model(self, name="out", **changes):
+        """The checkpoint to damage."""
+        self.out = self.train(name, **changes, steps=6)
         self.checkpoint = self.out / "step_00000006"
         self.commands = {"generate": ["generate", "--checkpoint", self.checkpoint, "--max-new-tokens", 1],
                          "eval": ["eval", "--checkpoint", self.checkpoint, "--val-data", self.folder / "val_0.bin"],
-                         "resume": self.arguments(steps=9, resume=True)}
+                         "resume": self.arguments(**changes, out=self.out, steps=9, resume=True)}
 
     def refused(self, parts, name, content, commands=("generate", "eval", "resume")):
         """With this content in a file of the checkpoint (None: without it), the commands end in an error and leave the
@@ -769,6 +895,37 @@ class RefusedCheckpointTest(TrainingTest):
         for key, value, part in ("position", 39, "data position 39"), ("num_sequences", 40, "trained on 40"):
             content = json.dumps({**state, "data_loader": {**loader, key: value}}).encode()
             self.refused(part, "trainer.json", content, ["resume"])
+
+    def test_an_entropy_weight_that_is_damaged(self):
+        self.train_model("deco", **DECO)
+        name = "model.layers.1.mlp.entropy_weight"
+        for part, change in [
+                (name, lambda file: file.set(name, [math.nan])),
+                ("no tensor " + name, lambda file: file.header.update({"x": file.header.pop(name)}))]:
+            file = Safetensors(self.checkpoint / "model.safetensors")
+            change(file)
+            self.refused(["model.safetensors", part], "model.safetensors", file.pack())
+        self.succeed(*self.commands["resume"])
+
+    def test_expert_biases_that_are_damaged(self):
+        self.train_model("moe", **MOE)
+        path = self.checkpoint / "model.safetensors"
+        bias = "model.layers.1.mlp.gate.e_score_correction_bias"
+        for part, change in [
+                (bias, lambda file: file.set(bias, [0.0, math.nan, 0.0, 0.0])),
+                (bias, lambda file: file.set(bias, [math.inf, 0.0, 0.0, 0.0])),
+                ("no tensor " + bias, lambda file: file.header.update({"x": file.header.pop(bias)})),
+                ("shape", lambda file: file.header[bias].update(shape=[2, 2]))]:
+            file = Safetensors(path)
+            change(file)
+            self.refused(["model.safetensors", part], "model.safetensors", file.pack())
+        self.succeed(*self.commands["resume"])
+
+    def test_metrics_of_a_model_without_experts(self):
+        without = (self.out / "metrics.csv").read_bytes()
+        self.train_model("moe", **MOE)
+        self.refused("metrics.csv", "../metrics.csv", without, ["resume"])
+        self.succeed(*self.commands["resume"])
 
     def test_another_model_or_optimizer(self):
         for parts, changes in [
