@@ -308,11 +308,11 @@ class SeveralListsTest(CompareTest):
     def test_ready_made_lists(self):
         """Every flag is one of the trainer's, and no configuration costs much more than the dense model."""
         lists = sorted((ROOT / "scripts" / "compare").glob("*.txt"))
-        self.assertEqual([path.stem for path in lists], ["table1", "table2", "table3", "tiny"])
+        self.assertEqual([path.stem for path in lists], ["deco", "table1", "table2", "table3", "tiny"])
         self.compare(*lists, "--table-only", compute="2e13")
         for path in lists:
             table = self.table(path.stem)
-            self.assertGreaterEqual(len(table), 6)
+            self.assertGreaterEqual(len(table), 3)
             for name, row in table.items():
                 self.assertEqual(row["runs"], "0")
                 self.assertLess(float(row["flops_ratio_to_dense"]), 1.2)

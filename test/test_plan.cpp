@@ -388,6 +388,16 @@ TEST(Memory, SparseLayersSaveAShare) {
   EXPECT_NEAR(sparse / dense, 1.0 / 8, 0.01);
 }
 
+// With equal active layers X-MoD caches what a dense model does; selected-Q as much as it has layers.
+TEST(Memory, KeyValueCache) {
+  auto cache = [](const ModelConfig& c) { return plan_as_json(c)["cache_bytes"].get<int64_t>(); };
+  const int64_t dense = cache(dense_model("936M"));
+  EXPECT_EQ(dense, int64_t{28} * 32768 * 2 * 8 * 128 * 4);
+  EXPECT_EQ(cache(xmod_model("936M", 4, 8)), dense);
+  EXPECT_EQ(cache(xmod_model("936M", 4, 8, Arch::routed_ffn)), dense);
+  EXPECT_EQ(cache(xmod_model("936M", 4, 8, Arch::selected_q)), dense / 28 * 161);
+}
+
 // Selected-Q keeps keys, values and norms of all tokens, where X-MoD keeps 1 in K.
 TEST(Memory, SelectedQKeepsMoreThanXmod) {
   auto sparse = [](Arch arch) {
@@ -401,19 +411,11 @@ TEST(Memory, SelectedQKeepsMoreThanXmod) {
 // Output
 
 TEST(PlanJson, KeysOfTheContract) {
-  const std::set<std::string> expected = {"arch",
-                                          "pattern",
-                                          "layers",
-                                          "dense_layers",
-                                          "sparse_layers",
-                                          "active_layers",
-                                          "params_total",
-                                          "params_matrix",
-                                          "params_active",
-                                          "flops_per_token",
-                                          "flops_ratio_to_dense",
-                                          "tokens",
-                                          "memory"};
+  const std::set<std::string> expected = {"arch",          "cache_bytes",     "pattern",
+                                          "layers",        "dense_layers",    "sparse_layers",
+                                          "active_layers", "params_total",    "params_matrix",
+                                          "params_active", "flops_per_token", "flops_ratio_to_dense",
+                                          "tokens",        "memory"};
   for (const PaperRow& row : paper_rows()) {
     SCOPED_TRACE(row.name);
     const nlohmann::json plan = plan_as_json(row.config);
