@@ -148,7 +148,7 @@ void generate_text(const Options& options) {
     printer.add(text, tokenizer.token(id));
   });
   printer.finish();
-  report_generation(config, tokens, watch.seconds(), generation);
+  if (std::cout) report_generation(config, tokens, watch.seconds(), generation);
 }
 
 }  // namespace detail
