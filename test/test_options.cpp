@@ -82,6 +82,7 @@ TEST(Commands, TrainIsTheDefault) {
   EXPECT_EQ(parse({"plan"}).command, Command::plan);
   EXPECT_EQ(parse({"eval", "--checkpoint", "c", "--val-data", "v"}).command, Command::eval);
   EXPECT_EQ(parse({"generate", "--checkpoint", "c"}).command, Command::generate);
+  EXPECT_EQ(parse({"routing", "--checkpoint", "c", "--val-data", "v"}).command, Command::routing);
 }
 
 TEST(Defaults, AreTheStructs) {
@@ -216,6 +217,20 @@ TEST(Values, EveryFlagOfTheOtherCommands) {
   EXPECT_EQ(generate.top_p, 0.9);
   EXPECT_EQ(generate.seed, 7);
   EXPECT_EQ(generate.threads, 1);
+
+  const RoutingOptions routing =
+      parse(words("routing --checkpoint c --val-data v --batch-size 2 --eval-batches 3 --csv a --map b "
+                  "--map-tokens 4 --json --threads 5"))
+          .routing;
+  EXPECT_EQ(routing.checkpoint, "c");
+  EXPECT_EQ(routing.val_data, "v");
+  EXPECT_EQ(routing.batch_size, 2);
+  EXPECT_EQ(routing.eval_batches, 3);
+  EXPECT_EQ(routing.csv, "a");
+  EXPECT_EQ(routing.map, "b");
+  EXPECT_EQ(routing.map_tokens, 4);
+  EXPECT_TRUE(routing.json);
+  EXPECT_EQ(routing.threads, 5);
 }
 
 TEST(Values, TheLastOfAFlagCounts) {
@@ -322,14 +337,15 @@ TEST(Refused, AtMostThreeSuggestions) {
 TEST(Refused, OptionsOfOtherCommands) {
   expect_error({"plan", "--steps", "3"}, {"--steps is an option of train, not of plan"});
   expect_error(kTrain + std::vector<std::string>{"--json"},
-               {"--json is an option of plan and eval, not of train"});
+               {"--json is an option of plan, eval and routing, not of train"});
   expect_error({"generate", "--checkpoint", "c", "--val-data", "x"},
-               {"--val-data", "train and eval", "not of generate"});
+               {"--val-data", "train, eval and routing", "not of generate"});
   expect_error({"eval", "--dim", "3"}, {"--dim is an option of train and plan, not of eval"});
 }
 
 TEST(Refused, UnknownCommands) {
-  expect_error({"pln"}, {"unknown command pln; did you mean plan?", "train, plan, eval and generate"});
+  expect_error({"pln"},
+               {"unknown command pln; did you mean plan?", "train, plan, eval, generate and routing"});
   expect_error({"genrate", "--checkpoint", "c"}, {"did you mean generate?"});
   expect_error({""}, {"unknown command ''"});
   expect_error({"--dim", "64", "plan"}, {"the command comes first: train_xmod plan"});
@@ -403,6 +419,9 @@ TEST(Refused, WhatMustBeGiven) {
   expect_error({"eval", "--val-data", "v"}, {"eval needs --checkpoint DIR"});
   expect_error({"eval", "--checkpoint", "c"}, {"eval needs --val-data GLOB"});
   expect_error({"generate"}, {"generate needs --checkpoint DIR"});
+  expect_error({"routing", "--checkpoint", "c"}, {"routing needs --val-data GLOB"});
+  expect_error({"routing", "--checkpoint", "c", "--val-data", "v", "--csv", "a", "--map", "a"},
+               {"--csv and --map are both a: give two files"});
   expect_error({"plan", "--arch", "moe"}, {"--arch moe needs --experts E"});
   expect_error({"plan", "--arch", "deco", "--experts", "8"}, {"--arch deco needs --expert-dim N"});
   expect_error({"plan", "--arch", "moe", "--experts", "8", "--experts-per-token", "2"},
@@ -494,7 +513,7 @@ TEST(Help, OfEachCommand) {
   const Options train = parse({"--help"});
   EXPECT_TRUE(train.help);
   for (const char* part : {"usage: train_xmod [train]", "--train-data GLOB", "--no-anchors", "\nModel\n",
-                           "Optimizer", "plan  ", "eval  ", "generate  "}) {
+                           "Optimizer", "plan  ", "eval  ", "generate  ", "routing  "}) {
     EXPECT_NE(train.help_text.find(part), std::string::npos) << part;
   }
   const std::string plan = parse({"plan", "--help"}).help_text;
@@ -524,7 +543,7 @@ TEST(Help, DefaultsAreTheStructs) {
 }
 
 TEST(Help, LinesFitAndColumnsAlign) {
-  for (const char* command : {"train", "plan", "eval", "generate"}) {
+  for (const char* command : {"train", "plan", "eval", "generate", "routing"}) {
     std::istringstream lines(parse({command, "--help"}).help_text);
     for (std::string text; std::getline(lines, text);) {
       EXPECT_LE(text.size(), 100u) << text;

@@ -26,9 +26,11 @@ inline std::string usage_line(Command command) {
     case Command::plan:
       return "plan [options]";
     case Command::eval:
-      return "eval --checkpoint DIR --val-data GLOB [options]";
+      return "eval --checkpoint DIR (--val-data GLOB | --tasks FILE...) [options]";
     case Command::generate:
       return "generate --checkpoint DIR [options]";
+    case Command::routing:
+      return "routing --checkpoint DIR --val-data GLOB [options]";
   }
   return "";
 }
@@ -40,9 +42,12 @@ inline std::string summary(Command command) {
     case Command::plan:
       return "Counts a model's layers, parameters, FLOPs and memory; trains nothing.";
     case Command::eval:
-      return "Measures a checkpoint's validation loss under top-k and threshold routing.";
+      return "Measures a checkpoint's validation loss under top-k and threshold routing, and its scores on "
+             "tasks.";
     case Command::generate:
       return "Writes text with a checkpoint, under threshold routing.";
+    case Command::routing:
+      return "Measures which tokens a checkpoint's sparse layers select.";
   }
   return "";
 }
@@ -161,6 +166,10 @@ inline std::vector<Given> read_flags(std::vector<char*> words, const std::string
     char* const last_word = words[static_cast<size_t>(optind - 1)];
     const bool complaint = code == '?' || code == ':';
     const int about = complaint ? optopt : code;
+    if (code == 1 && !given.empty() && given.back().flag->many) {
+      given.push_back({given.back().flag, optarg});
+      continue;
+    }
     if (code == 1) unexpected_word(optarg, program);
     if (about == 0) unknown_option(last_word, program, command, table);
     if (about < kFirst && about != 'h') {
@@ -209,6 +218,16 @@ inline void check_architecture(const std::vector<Given>& given, Arch arch) {
   }
 }
 
+inline void check_required_of_eval(const std::vector<Given>& given) {
+  const bool tasks = is_given(given, "tasks");
+  if (!tasks && !is_given(given, "val-data")) {
+    usage_error("eval needs --val-data GLOB or --tasks FILE...: what to measure");
+  }
+  for (const char* name : {"max-items", "per-item"}) {
+    if (is_given(given, name) && !tasks) usage_error("--", name, " needs --tasks FILE...");
+  }
+}
+
 inline void check_required(const std::vector<Given>& given, const Options& o,
                            const std::vector<Flag>& table) {
   const bool model = has_model(o.command);
@@ -223,11 +242,15 @@ inline void check_required(const std::vector<Given>& given, const Options& o,
   if (o.command == Command::train && !is_given(given, "steps") && !is_given(given, "compute")) {
     usage_error("train needs --steps N or --compute FLOPS: how long to train");
   }
+  if (o.command == Command::eval) check_required_of_eval(given);
 }
 
 inline void check_values(const Options& o) {
   if (o.train.precision != Precision::fp32) {
     usage_error("--precision ", name_of(o.train.precision), " is not in this build, use --precision fp32");
+  }
+  if (!o.routing.csv.empty() && o.routing.csv == o.routing.map) {
+    usage_error("--csv and --map are both ", show_word(o.routing.csv), ": give two files");
   }
   if (!has_model(o.command)) return;
   validate(o.model);

@@ -7,6 +7,7 @@
 #include <exception>
 #include <iostream>
 #include <new>
+#include <optional>
 #include <sstream>
 #include <string>
 #include <string_view>
@@ -20,6 +21,11 @@
 #include "xmod/model.h"
 #include "xmod/options.h"
 #include "xmod/plan.h"
+#include "xmod/routing_map.h"
+#include "xmod/routing_output.h"
+#include "xmod/routing_report.h"
+#include "xmod/task_report.h"
+#include "xmod/tasks.h"
 #include "xmod/tokenizer.h"
 #include "xmod/trainer.h"
 
@@ -44,31 +50,100 @@ void train(const Options& options) {
   Trainer<Backend>(backend, options, std::cout).run();
 }
 
+// A file that is opened at once and written at the end, or nothing where the path is empty.
+class OptionalFile {
+ public:
+  explicit OptionalFile(const std::string& path) {
+    if (!path.empty()) file_.emplace(path);
+  }
+  void write(const std::string& text) {
+    if (!file_) return;
+    file_->write(text.data(), static_cast<int64_t>(text.size()));
+    file_->commit();
+  }
+
+ private:
+  std::optional<AtomicFile> file_;
+};
+
+// A path need not be UTF-8; JSON must.
+inline void print_json(const nlohmann::ordered_json& json) {
+  std::cout << json.dump(2, ' ', false, nlohmann::ordered_json::error_handler_t::replace) << "\n";
+}
+
+// The evaluation files, each checked before the model is loaded.
+inline std::vector<TaskFile> read_tasks(const EvalOptions& o, const ModelConfig& config) {
+  std::vector<TaskFile> tasks;
+  for (const std::string& path : o.tasks) {
+    TaskFileReader reader(path);
+    if (reader.tokenizer_fingerprint() != 0)
+      reader.require_tokenizer(checkpoint_tokenizer(o.checkpoint, config));
+    tasks.push_back(reader.read_items(config.vocab_size));
+  }
+  return tasks;
+}
+
+template <class Backend>
+std::vector<TaskReport> evaluate_tasks(Model<Backend>& model, std::vector<TaskFile> tasks,
+                                       int64_t max_items) {
+  std::vector<TaskReport> reports;
+  for (TaskFile& file : tasks) {
+    ProgressLine line(file.name);
+    TaskScores scores =
+        evaluate_task(model, file, max_items, [&](int64_t done, int64_t all) { line.show(done, all); });
+    reports.push_back({std::move(file), std::move(scores)});
+  }
+  sort_as_in_the_paper(reports);
+  return reports;
+}
+
+inline void print_evaluation(const EvalOptions& o, const std::optional<ValidationLoss>& loss, int64_t targets,
+                             const std::vector<TaskReport>& reports) {
+  if (o.json) {
+    nlohmann::ordered_json json = {{"checkpoint", o.checkpoint}};
+    if (loss) {
+      json["val_loss_topk"] = loss->topk;
+      json["val_loss_threshold"] = loss->threshold;
+      json["targets"] = targets;
+    }
+    for (const TaskReport& report : reports) json["tasks"].push_back(task_json(report));
+    return print_json(json);
+  }
+  if (loss) {
+    std::printf("validation loss %.4f top-k, %.4f threshold (mean over %lld targets)\n", loss->topk,
+                loss->threshold, static_cast<long long>(targets));
+  }
+  if (!reports.empty()) std::cout << task_table(reports);
+}
+
 template <class Backend>
 void eval(const Options& options) {
   const EvalOptions& o = options.eval;
   const ModelConfig config = load_config(o.checkpoint);
-  TokenShards shards(o.val_data, config.seq_len, config.vocab_size, "--val-data");
-  const int64_t B = std::min(o.batch_size, shards.num_sequences());
-  const int64_t most = o.eval_batches == 0 ? shards.num_sequences() : o.eval_batches * B;
+  std::optional<TokenShards> shards;
+  if (!o.val_data.empty()) shards.emplace(o.val_data, config.seq_len, config.vocab_size, "--val-data");
+  std::vector<TaskFile> tasks = read_tasks(o, config);
+  OptionalFile per_item(o.per_item);
+
+  int64_t sequences = shards ? shards->num_sequences() : 0;
+  for (const TaskFile& file : tasks) sequences = std::max(sequences, file.num_choices());
+  const int64_t B = std::min(o.batch_size, sequences);
   validate_size(config, B);
   require_memory(inference_bytes(config, B), Backend::memory_bytes());
-  EvalLoader loader(std::move(shards), B, most);
   Backend backend(o.threads);
   Model<Backend> model(backend, config, B, Use::inference);
   load_model(o.checkpoint, model);
-  const ValidationLoss loss = evaluate(model, loader, B);
-  const int64_t targets = loader.num_sequences() * config.seq_len;
-  if (o.json) {
-    const nlohmann::ordered_json json = {{"checkpoint", o.checkpoint},
-                                         {"val_loss_topk", loss.topk},
-                                         {"val_loss_threshold", loss.threshold},
-                                         {"targets", targets}};
-    std::cout << json.dump(2, ' ', false, nlohmann::ordered_json::error_handler_t::replace) << "\n";
-  } else {
-    std::printf("validation loss %.4f top-k, %.4f threshold (mean over %lld targets)\n", loss.topk,
-                loss.threshold, static_cast<long long>(targets));
+
+  std::optional<ValidationLoss> loss;
+  int64_t targets = 0;
+  if (shards) {
+    EvalLoader loader(std::move(*shards), B, o.eval_batches == 0 ? INT64_MAX : o.eval_batches * B);
+    targets = loader.num_sequences() * config.seq_len;
+    loss = evaluate(model, loader, B);
   }
+  const std::vector<TaskReport> reports = evaluate_tasks(model, std::move(tasks), o.max_items);
+  per_item.write(item_lines(reports));
+  print_evaluation(o, loss, targets, reports);
 }
 
 // With nothing to continue, start where a document or a line starts.
@@ -151,6 +226,59 @@ void generate_text(const Options& options) {
   if (std::cout) report_generation(config, tokens, watch.seconds(), generation);
 }
 
+inline void require_sparse_layers(const std::string& checkpoint, const ModelConfig& config) {
+  const LayerPlan plan = make_layer_plan(config);
+  if (count_sparse(plan) > 0) return;
+  fail("--checkpoint ", checkpoint, ": a ", arch_name(config.arch), " model of ", count_layers(plan),
+       " layers, none of them sparse; routing measures mod, xmod, routed-ffn and selected-q models");
+}
+
+struct ValidationData {
+  int64_t batch_size;  // no larger than the data
+  EvalLoader loader;
+};
+
+// Opens the shards and checks that the model can run on batches of them. batches 0: all.
+inline ValidationData validation_data(const std::string& pattern, const ModelConfig& config,
+                                      int64_t batch_size, int64_t batches, int64_t memory) {
+  TokenShards shards(pattern, config.seq_len, config.vocab_size, "--val-data");
+  const int64_t B = std::min(batch_size, shards.num_sequences());
+  const int64_t most = batches == 0 ? shards.num_sequences() : batches * B;
+  validate_size(config, B);
+  require_memory(inference_bytes(config, B), memory);
+  return {B, EvalLoader(std::move(shards), B, most)};
+}
+
+template <class Backend>
+void routing(const Options& options) {
+  const RoutingOptions& o = options.routing;
+  const ModelConfig config = load_config(o.checkpoint);
+  require_sparse_layers(o.checkpoint, config);
+  ValidationData data =
+      validation_data(o.val_data, config, o.batch_size, o.eval_batches, Backend::memory_bytes());
+  // What cannot be written or spelt is found out before the work.
+  OptionalFile csv(o.csv), map_file(o.map);
+  std::optional<Tokenizer> tokenizer;
+  if (!o.map.empty()) tokenizer = checkpoint_tokenizer(o.checkpoint, config);
+
+  Backend backend(o.threads);
+  Model<Backend> model(backend, config, data.batch_size, Use::inference);
+  load_model(o.checkpoint, model);
+  RoutingMap map(config, tokenizer ? o.map_tokens : 0);
+  const RoutingMeasurement measured =
+      measure_routing(model, data.loader, data.batch_size,
+                      [&](const int32_t* tokens, int64_t B, const Selections& selections) {
+                        map.add(tokens, B, selections);
+                      });
+  csv.write(routing_csv(measured));
+  if (tokenizer) map_file.write(map.csv(*tokenizer));
+  if (o.json) {
+    print_json(routing_json(measured, o.checkpoint));
+  } else {
+    print_routing(measured, std::cout);
+  }
+}
+
 }  // namespace detail
 
 template <class Backend>
@@ -168,6 +296,8 @@ void run_command(const Options& options) {
       return detail::eval<Backend>(options);
     case Command::generate:
       return detail::generate_text<Backend>(options);
+    case Command::routing:
+      return detail::routing<Backend>(options);
   }
 }
 

@@ -29,7 +29,8 @@ inline Names<Command> names_of(Command) {
   return {{"train", Command::train},
           {"plan", Command::plan},
           {"eval", Command::eval},
-          {"generate", Command::generate}};
+          {"generate", Command::generate},
+          {"routing", Command::routing}};
 }
 inline Names<Arch> names_of(Arch) {
   return arch_names();

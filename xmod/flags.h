@@ -38,6 +38,7 @@ struct Flag {
   std::string excludes = {};           // the flag that says the opposite
   bool required = false;
   Stage stage = Stage::value;
+  bool many = false;       // takes one value or more: --name A B C
   std::string group = {};  // heading in --help
   std::vector<Command> commands = {};
 };
@@ -284,11 +285,19 @@ inline std::vector<Flag> eval_flags() {
   constexpr auto part = &Options::eval;
   Flag checkpoint =
       value_flag("checkpoint", "DIR", part, &O::checkpoint, {}, "checkpoint, such as out/step_00000500");
-  Flag data = value_flag("val-data", "GLOB", part, &O::val_data, {}, "token shards, in quotes");
-  checkpoint.required = data.required = true;
+  checkpoint.required = true;
+  Flag tasks{"tasks", "FILE...", "evaluation files, made by scripts/prepare_eval.py",
+             [](Options& o, const std::string& path) { o.eval.tasks.push_back(path); }};
+  tasks.many = true;
+  Flag per_item = value_flag("per-item", "FILE", part, &O::per_item, {},
+                             "write what the model thinks of each item of the tasks, a line of JSON each");
   return {
       checkpoint,
-      data,
+      value_flag("val-data", "GLOB", part, &O::val_data, {}, "token shards, in quotes"),
+      tasks,
+      value_flag("max-items", "N", part, &O::max_items, between(0, 2147483647),
+                 "only the first N items of each task; 0: all"),
+      per_item,
       value_flag("batch-size", "N", part, &O::batch_size, between(1, 2147483647), "sequences of a batch"),
       value_flag("eval-batches", "N", part, &O::eval_batches, between(0, 2147483647), "0: all the data"),
       switch_flag("json", part, &O::json, true, "print JSON"),
@@ -323,10 +332,33 @@ inline std::vector<Flag> generate_flags() {
   };
 }
 
+inline std::vector<Flag> routing_report_flags() {
+  using O = RoutingOptions;
+  constexpr auto part = &Options::routing;
+  Flag checkpoint =
+      value_flag("checkpoint", "DIR", part, &O::checkpoint, {}, "checkpoint, such as out/step_00000500");
+  Flag data = value_flag("val-data", "GLOB", part, &O::val_data, {}, "token shards, in quotes");
+  checkpoint.required = data.required = true;
+  return {
+      checkpoint,
+      data,
+      value_flag("batch-size", "N", part, &O::batch_size, between(1, 2147483647), "sequences of a batch"),
+      value_flag("eval-batches", "N", part, &O::eval_batches, between(0, 2147483647), "0: all the data"),
+      value_flag("csv", "FILE", part, &O::csv, {}, "also write a row for each sparse layer"),
+      value_flag("map", "FILE", part, &O::map, {},
+                 "also write which layers select each of the first tokens, under threshold routing (CSV)"),
+      value_flag("map-tokens", "N", part, &O::map_tokens, between(1, 1000000), "tokens of --map"),
+      switch_flag("json", part, &O::json, true, "print JSON; scripts/plot_routing.py draws it"),
+      value_flag("threads", "N", part, &O::threads, between(0, 4096),
+                 "threads to compute with; 0: all processors"),
+  };
+}
+
 inline std::vector<Flag> flag_table() {
   const std::vector<Command> train = {Command::train}, plan = {Command::plan}, eval = {Command::eval},
                              generate = {Command::generate}, model = {Command::train, Command::plan},
-                             all = {Command::train, Command::plan, Command::eval, Command::generate};
+                             all = {Command::train, Command::plan, Command::eval, Command::generate,
+                                    Command::routing};
   std::vector<Flag> table;
   auto add = [&](const std::string& group, const std::vector<Command>& commands, std::vector<Flag> flags) {
     for (Flag& flag : flags) {
@@ -346,6 +378,7 @@ inline std::vector<Flag> flag_table() {
   add("Plan", plan, plan_flags());
   add("Evaluation", eval, eval_flags());
   add("Generation", generate, generate_flags());
+  add("Routing", {Command::routing}, routing_report_flags());
   add("Help", all,
       {{"help", "", "this page, also -h", [](Options& o, const std::string&) { o.help = true; }}});
   return table;

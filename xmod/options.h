@@ -3,13 +3,14 @@
 
 #include <cstdint>
 #include <string>
+#include <vector>
 
 #include "xmod/schedule.h"
 #include "xmod_common.h"
 
 namespace xmod {
 
-enum class Command { train, plan, eval, generate };
+enum class Command { train, plan, eval, generate, routing };
 enum class Precision { fp32, bf16 };
 
 struct TrainOptions {
@@ -44,7 +45,11 @@ struct PlanOptions {
 };
 
 struct EvalOptions {
-  std::string checkpoint, val_data;
+  std::string checkpoint;
+  std::string val_data;            // one of these two is given at least
+  std::vector<std::string> tasks;  // evaluation files
+  std::string per_item;            // file for the score of every item; empty: none
+  int64_t max_items = 0;           // of each task; 0: all
   int64_t batch_size = 16;
   int64_t eval_batches = 0;  // 0: all
   bool json = false;
@@ -61,6 +66,16 @@ struct GenerateOptions {
   int64_t threads = 0;
 };
 
+struct RoutingOptions {
+  std::string checkpoint, val_data;
+  int64_t batch_size = 16;
+  int64_t eval_batches = 0;  // 0: all
+  std::string csv, map;      // files to write; empty: none
+  int64_t map_tokens = 400;
+  bool json = false;
+  int64_t threads = 0;
+};
+
 struct Options {
   Command command = Command::train;
   bool help = false;      // print help_text and end
@@ -70,6 +85,7 @@ struct Options {
   PlanOptions plan;
   EvalOptions eval;
   GenerateOptions generate;
+  RoutingOptions routing;
 };
 
 }  // namespace xmod
