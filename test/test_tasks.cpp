@@ -373,8 +373,8 @@ TEST_P(TaskScoring, LambadaWantsTheMostProbableTokens) {
   TaskFile file{.task = Task::lambada};
   for (uint64_t i = 0; i < 8; i++) {  // the greedy word, of which half have one wrong token
     TaskItem item{random_ids(6, config_.vocab_size, i), {{{}, 1}}, 0};
-    generate(trained_, item.context, 3, {.temperature = 0}, 1, -1,
-             [&](int32_t id) { item.choices[0].tokens.push_back(id); });
+    Generation<TestBackend>(trained_, {item.context}, {.temperature = 0}, 1, -1)
+        .run(3, [&](size_t, int32_t id) { item.choices[0].tokens.push_back(id); });
     if (i % 2) item.choices[0].tokens[i % 3] = (item.choices[0].tokens[i % 3] + 1) % 61;
     file.items.push_back(item);
   }
