@@ -27,7 +27,7 @@ DASHES = (0, (4, 2))
 
 
 def fail(message):
-    sys.exit(f"plot_metrics.py: {message}")
+    sys.exit(f"{os.path.basename(sys.argv[0])}: {message}")  # other scripts draw with this one
 
 
 # ---------------------------------------------------------------------------------------------------------------
