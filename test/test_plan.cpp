@@ -365,7 +365,7 @@ TEST(Memory, TotalIsTheSumAndActivationsAreTheArena) {
     int64_t sum = 0, activations = 0;
     const std::set<std::string> others = {"parameters", "gradients", "optimizer: momentum",
                                           "optimizer: AdamW's second moments",
-                                          "rotary table, thresholds, expert biases"};
+                                          "rotary table, thresholds, biases"};
     for (const auto& [group, bytes] : memory.items()) {
       if (group == "total") continue;
       sum += bytes.get<int64_t>();

@@ -135,7 +135,7 @@ inline MemoryEstimate estimate_memory(const ModelConfig& c, int64_t batch_size,
       {"gradients", table.total * kFloat},
       {"optimizer: momentum", table.total * kFloat},
       {"optimizer: AdamW's second moments", second_moments * kFloat},
-      {"rotary table, thresholds, expert biases",
+      {"rotary table, thresholds, biases",
        (c.seq_len * c.head_dim + table.buffers_total + table.step_sums_total) * kFloat},
   };
   const Arena arena = measure_activations<float>(c, batch_size, c.seq_len, Use::training);

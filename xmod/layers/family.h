@@ -2,14 +2,20 @@
 // in a sparse layer, over the selected ones; x += gate * (Attn(RMSNorm(x)) + FFN(RMSNorm(x + Attn))).
 //
 // A kind is one struct in one file of this directory, which supplies
-//   parameters   add_parameters(): its tensors, whose offsets it keeps
+//   parameters   add_parameters(): its tensors, whose offsets it keeps. An attention has its own norm before
+//   it,
+//                the norm before an FFN is the layer's
 //   accounting   matrix_parameters(), matrix_parameters_per_token(); an attention also score_share() and
 //                cache_share()
 //   activations  Saved, carve_saved(): what a layer keeps for its backward pass;
 //                Scratch, carve_scratch(): what all layers of the kind share
-//   passes       forward(), backward(), of passes that the backends supply; an FFN also close_step(), what it
-//                moves behind a training step without a gradient
-// and is listed below. An architecture puts kinds in order in make_layer_plan (xmod_common.h).
+//   passes       forward(), backward(), of passes that the backends supply. An attention fills x and delta,
+//   takes
+//                the keys that it attends to from ctx.keys_values(), and adds to dx; an FFN adds to its
+//                output, and writes or adds to the gradient of its input. An FFN also has close_step(): what
+//                it moves behind a training step without a gradient
+// and is listed below: in the enum, the variant and the switch. An FFN with experts has a step sum `loads` of
+// config.experts numbers. An architecture puts kinds in order in make_layer_plan (xmod_common.h).
 #pragma once
 
 #include <cstdint>
