@@ -76,6 +76,11 @@ class TokenShards {
   bool all_tokens_checked() const { return all_tokens_checked_; }
   const std::string& flag() const { return flag_; }
   const std::string& first_path() const { return shards_.front().path; }
+  std::vector<std::string> paths() const {
+    std::vector<std::string> all;
+    for (const auto& shard : shards_) all.push_back(shard.path);
+    return all;
+  }
 
   // inputs (T), targets (T). Opens the shard anew: a data set may have more shards than a process may have
   // open files, and an open is cheap beside a training step.

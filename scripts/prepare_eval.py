@@ -266,8 +266,10 @@ class Row:
         """The index of the right choice: a number, a number as text, or BoolQ's true and false."""
         try:
             label = int(self.values.get(key))
-        except (TypeError, ValueError):
+        except (TypeError, ValueError, OverflowError):
             label = -1
+        if isinstance(self.values.get(key), float) and label != self.values[key]:
+            label = -1  # half an answer
         if not 0 <= label < len(choices):
             self.fail(f"{self.found(key)}, expected 0 to {len(choices) - 1} (a split without labels cannot be scored)")
         return label
@@ -293,7 +295,7 @@ def json_lines(path):
 def text_lines(path):
     """(path and line number, line) of each line that is not blank."""
     try:
-        with open(path, encoding="utf-8") as file:
+        with open(path, encoding="utf-8-sig") as file:
             return [(f"{path}, line {number}", line.strip()) for number, line in enumerate(file, 1) if line.strip()]
     except UnicodeDecodeError:
         raise UserError(f"{path}: not UTF-8 text; give the file as it was published")

@@ -257,7 +257,9 @@ class BadInput(PrepareEvalTest):
                 ("boolq", {"question": "q", "passage": 1, "answer": True}, ["'passage' is 1, expected a text"]),
                 ("lambada", {"text": "word"}, ["'word' has no word before the last"]),
                 ("lambada", row, ["no 'context'"]),
-                ("piqa", {**row, "gold": 2}, ["'gold' is 2, expected 0 to 1"])):
+                ("piqa", {**row, "gold": 2}, ["'gold' is 2, expected 0 to 1"]),
+                ("piqa", {**row, "gold": 0.5}, ["'gold' is 0.5, expected 0 to 1"]),
+                ("piqa", {**row, "gold": float("inf")}, ["'gold' is Infinity, expected 0 to 1"])):
             good = {"text": "a b"} if task == "lambada" else row
             self.expect_error(["rows, line 3: ", *parts], f"--{task}", self.write("rows", good, "", bad))
 

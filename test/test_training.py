@@ -908,6 +908,15 @@ class RefusedCheckpointTest(TrainingTest):
             self.refused(["model.safetensors", part], "model.safetensors", file.pack())
         self.succeed(*self.commands["resume"])
 
+    def test_an_output_that_is_an_input(self):
+        weights, shard = self.checkpoint / "model.safetensors", self.folder / "val_0.bin"
+        before = weights.read_bytes(), shard.read_bytes()
+        command = ["routing", "--checkpoint", self.checkpoint, "--val-data", shard]
+        for flag, path in ("--map", weights), ("--csv", shard), ("--csv", self.checkpoint / "." / "config.json"):
+            self.expect_error([f"{flag} {path}", "reads this file"], *command, flag, path)
+        self.assertEqual((weights.read_bytes(), shard.read_bytes()), before)
+        self.succeed(*command, "--csv", self.folder / "layers.csv")
+
     def test_expert_biases_that_are_damaged(self):
         self.train_model("moe", **MOE)
         path = self.checkpoint / "model.safetensors"

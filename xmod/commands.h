@@ -5,6 +5,7 @@
 #include <csignal>
 #include <cstdio>
 #include <exception>
+#include <filesystem>
 #include <iostream>
 #include <new>
 #include <optional>
@@ -50,11 +51,32 @@ void train(const Options& options) {
   Trainer<Backend>(backend, options, std::cout).run();
 }
 
+inline void require_other_file(const char* flag, const std::string& path, const std::string& input) {
+  std::error_code error;  // where one of them does not exist
+  if (!std::filesystem::equivalent(path, input, error) || error) return;
+  fail(flag, " ", path, ": the command reads this file; give another name");
+}
+
+// Everything that a command on a checkpoint reads.
+inline std::vector<std::string> input_files(const std::string& checkpoint, const TokenShards* shards,
+                                            const std::vector<std::string>& more = {}) {
+  std::vector<std::string> files = more;
+  if (shards) {
+    for (const std::string& path : shards->paths()) files.push_back(path);
+  }
+  for (const auto& entry : std::filesystem::directory_iterator(checkpoint))
+    files.push_back(entry.path().string());
+  return files;
+}
+
 // A file that is opened at once and written at the end, or nothing where the path is empty.
 class OptionalFile {
  public:
-  explicit OptionalFile(const std::string& path) {
-    if (!path.empty()) file_.emplace(path);
+  // flag: of the path, for messages; inputs: files that must stay what they are.
+  OptionalFile(const char* flag, const std::string& path, const std::vector<std::string>& inputs) {
+    if (path.empty()) return;
+    for (const std::string& input : inputs) require_other_file(flag, path, input);
+    file_.emplace(path);
   }
   void write(const std::string& text) {
     if (!file_) return;
@@ -123,7 +145,8 @@ void eval(const Options& options) {
   std::optional<TokenShards> shards;
   if (!o.val_data.empty()) shards.emplace(o.val_data, config.seq_len, config.vocab_size, "--val-data");
   std::vector<TaskFile> tasks = read_tasks(o, config);
-  OptionalFile per_item(o.per_item);
+  OptionalFile per_item("--per-item", o.per_item,
+                        input_files(o.checkpoint, shards ? &*shards : nullptr, o.tasks));
 
   int64_t sequences = shards ? shards->num_sequences() : 0;
   for (const TaskFile& file : tasks) sequences = std::max(sequences, file.num_choices());
@@ -257,7 +280,8 @@ void routing(const Options& options) {
   ValidationData data =
       validation_data(o.val_data, config, o.batch_size, o.eval_batches, Backend::memory_bytes());
   // What cannot be written or spelt is found out before the work.
-  OptionalFile csv(o.csv), map_file(o.map);
+  const std::vector<std::string> inputs = input_files(o.checkpoint, &data.loader.shards());
+  OptionalFile csv("--csv", o.csv, inputs), map_file("--map", o.map, inputs);
   std::optional<Tokenizer> tokenizer;
   if (!o.map.empty()) tokenizer = checkpoint_tokenizer(o.checkpoint, config);
 
