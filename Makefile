@@ -46,16 +46,20 @@ report:
 build:
 	@mkdir -p build
 
-train_xmod: train_xmod.cpp | build
+train_xmod: train_xmod.cpp build/cpu_matmul.o | build
 	@printf '#include <nlohmann/json.hpp>\n' | $(CXX) -std=c++20 -x c++ -fsyntax-only - 2>/dev/null || \
 	  { echo 'error: nlohmann/json not found: run scripts/install_deps.sh build' >&2; exit 1; }
 	@printf 'typedef int v __attribute__((vector_size(16)));\nv f(v a) { return __builtin_shufflevector(a, a, 1, 0, 3, 2); }\n' | \
 	  $(CXX) -std=c++20 -x c++ -fsyntax-only - 2>/dev/null || \
 	  { echo 'error: $(CXX) is too old: g++ 12 or clang++ 12 is needed, for example make CXX=g++-12' >&2; exit 1; }
-	$(COMPILE) $(CXXFLAGS) -MF build/train_xmod.d $< -o $@
+	$(COMPILE) $(CXXFLAGS) -MF build/train_xmod.d $(filter-out %.h,$^) -o $@
 
-build/test_%: test/test_%.cpp | build
-	$(COMPILE) $(TEST_CXXFLAGS) $< -o $@ -lgtest -lgtest_main -pthread
+# On its own, so that tests do not compile it again and again, and never without optimisation.
+build/cpu_matmul.o: xmod/cpu_matmul.cpp | build
+	$(COMPILE) $(CXXFLAGS) -c $< -o $@
+
+build/test_%: test/test_%.cpp build/cpu_matmul.o | build
+	$(COMPILE) $(TEST_CXXFLAGS) $(filter-out %.h,$^) -o $@ -lgtest -lgtest_main -pthread
 
 -include $(wildcard build/*.d)
 
@@ -73,7 +77,7 @@ quickstart:
 	@PYTHON='$(PYTHON)' scripts/quickstart.sh
 
 format:
-	clang-format -i train_xmod.cpp *.h xmod/*.h xmod/layers/*.h test/*.h test/*.cpp
+	clang-format -i train_xmod.cpp *.h xmod/*.h xmod/*.cpp xmod/layers/*.h test/*.h test/*.cpp
 
 clean:
 	rm -rf build train_xmod
