@@ -45,13 +45,19 @@ namespace xmod {
 class CpuBackend : public CpuExpertPasses {
  public:
   using floatX = float;  // of activations and weights inside products
-  static constexpr const char* kName = "cpu";
 
-  // threads: how many to use; 0: OpenMP's default.
-  explicit CpuBackend([[maybe_unused]] int64_t threads = 0) {
+  explicit CpuBackend(const MachineOptions& machine = {})
+      : matmul_scratch_(choose_matmul_kernel(machine.precision, machine.instructions)) {
 #ifdef _OPENMP
-    if (threads > 0) omp_set_num_threads(static_cast<int>(threads));
+    if (machine.threads > 0) omp_set_num_threads(static_cast<int>(machine.threads));
 #endif
+  }
+
+  // For the log.
+  std::string description() const {
+    const MatmulKernel& kernel = matmul_scratch_.kernel();
+    return "cpu, " + std::to_string(threads()) + " threads, " + precision_name(kernel.precision) +
+           " products on " + kernel.name;
   }
 
   static int threads() {

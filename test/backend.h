@@ -196,13 +196,13 @@ void expect_same_bits_for_any_thread_count(Run run) {
   const int before = TestBackend::threads();
   Floats first;
   for (int threads : {1, 2, 3, 2}) {
-    TestBackend be(threads);
+    TestBackend be({.threads = threads});
     const Floats result = run(be);
     ASSERT_FALSE(result.empty());
     if (first.empty()) first = result;
     EXPECT_TRUE(same_bits(result, first)) << threads << " threads against 1";
   }
-  TestBackend restored(before);
+  TestBackend restored({.threads = before});
 }
 
 // ---------------------------------------------------------------------------------------------------

@@ -246,9 +246,6 @@ inline void check_required(const std::vector<Given>& given, const Options& o,
 }
 
 inline void check_values(const Options& o) {
-  if (o.train.precision != Precision::fp32) {
-    usage_error("--precision ", name_of(o.train.precision), " is not in this build, use --precision fp32");
-  }
   if (!o.routing.csv.empty() && o.routing.csv == o.routing.map) {
     usage_error("--csv and --map are both ", show_word(o.routing.csv), ": give two files");
   }

@@ -47,7 +47,7 @@ template <class Backend>
 void train(const Options& options) {
   const TrainOptions& o = options.train;
   require_memory(estimate_memory(options.model, o.batch_size, o.optimizer).total(), Backend::memory_bytes());
-  Backend backend(o.threads);
+  Backend backend(options.machine);
   Trainer<Backend>(backend, options, std::cout).run();
 }
 
@@ -153,7 +153,7 @@ void eval(const Options& options) {
   const int64_t B = std::min(o.batch_size, sequences);
   validate_size(config, B);
   require_memory(inference_bytes(config, B), Backend::memory_bytes());
-  Backend backend(o.threads);
+  Backend backend(options.machine);
   Model<Backend> model(backend, config, B, Use::inference);
   load_model(o.checkpoint, model);
 
@@ -233,7 +233,7 @@ void generate_text(const Options& options) {
   const auto B = static_cast<int64_t>(texts.size());
   validate_size(config, B);
   require_memory(inference_bytes(config, B), Backend::memory_bytes());
-  Backend backend(o.threads);
+  Backend backend(options.machine);
   Model<Backend> model(backend, config, B, Use::inference);
   load_model(o.checkpoint, model);
   Generation<Backend> generation(model, std::move(texts), {o.temperature, o.top_k, o.top_p},
@@ -285,7 +285,7 @@ void routing(const Options& options) {
   std::optional<Tokenizer> tokenizer;
   if (!o.map.empty()) tokenizer = checkpoint_tokenizer(o.checkpoint, config);
 
-  Backend backend(o.threads);
+  Backend backend(options.machine);
   Model<Backend> model(backend, config, data.batch_size, Use::inference);
   load_model(o.checkpoint, model);
   RoutingMap map(config, tokenizer ? o.map_tokens : 0);

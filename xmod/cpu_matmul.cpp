@@ -192,10 +192,6 @@ const std::vector<MatmulKernel>& matmul_kernels() {
   return kernels;
 }
 
-static std::string precision_name(Precision precision) {
-  return precision == Precision::fp32 ? "fp32" : "bf16";
-}
-
 // "a, b or c": the kernels of a precision.
 static std::string kernel_names(Precision precision) {
   std::string names;
@@ -213,16 +209,17 @@ const MatmulKernel& choose_matmul_kernel(Precision precision, const std::string&
     known = true;
     if (any ? kernel.runs_here() : kernel.runs_by_name()) return kernel;
   }
-  const std::string products = precision_name(precision) + " products";
+  const std::string products = std::string(precision_name(precision)) + " products";
   if (any) {
-    fail("this processor has no instructions for fast ", products, " (", kernel_names(precision),
-         "): use --precision fp32, or --instructions portable, which computes the same slowly");
+    usage_error("--precision ", precision_name(precision),
+                ": this processor has no fast instructions for it (", kernel_names(precision),
+                "): use fp32, or --instructions portable, which computes the same slowly");
   }
   if (!known)
     usage_error("--instructions ", name, ": there are no ", products, " of that name; there are ",
                 kernel_names(precision));
-  fail("--instructions ", name,
-       ": this processor does not have them; leave the flag out to use the best it has");
+  usage_error("--instructions ", name,
+              ": this processor does not have them; leave the flag out to use the best it has");
 }
 
 MatmulScratch::MatmulScratch(const MatmulKernel& kernel) : kernel_(&kernel) {}

@@ -17,6 +17,8 @@
 #include <string>
 #include <vector>
 
+#include "xmod/options.h"
+
 namespace xmod {
 
 // A matrix in memory as a product reads it: element (i, j) is data[i * row_stride + j * col_stride].
@@ -43,9 +45,6 @@ struct MatmulUpdate {
   float alpha = 1.0f;
   bool accumulate = false;
 };
-
-// What the factors of a product are rounded to.
-enum class Precision { fp32, bf16 };
 
 namespace detail {
 struct Product;
