@@ -11,7 +11,6 @@
 
 #include <cstddef>
 #include <cstdint>
-#include <source_location>
 #include <string>
 #include <utility>
 
@@ -71,25 +70,13 @@ inline void check_cuda(cublasStatus_t status, const std::string& tried) {
 // ---------------------------------------------------------------------------------------------------
 // Launches
 
-// A stream, and the pass that launches on it (for errors).
+// A stream, and the name of the pass that launches on it (for errors).
 struct LaunchStream {
-  LaunchStream(cudaStream_t stream, std::source_location pass = std::source_location::current())
-      : stream(stream), pass(pass) {}
+  LaunchStream(cudaStream_t stream, const char* pass = __builtin_FUNCTION()) : stream(stream), pass(pass) {}
 
   cudaStream_t stream;
-  std::source_location pass;
+  const char* pass;
 };
-
-namespace detail {
-
-// "swiglu_forward" of "void xmod::CudaBackend<float>::swiglu_forward(float*, ...) [...]"
-inline std::string plain_name(const std::string& function) {
-  const std::string name = called_function(function);
-  const size_t begin = name.find_last_of(": ");
-  return begin == std::string::npos ? name : name.substr(begin + 1);
-}
-
-}  // namespace detail
 
 // kernel<<<grid, block, shared_bytes, stream>>>(arguments...): grid of any size from 1 up, shared_bytes of
 // dynamic shared memory up to all that a block may have. A kernel that is a template is named with its
@@ -101,7 +88,7 @@ void launch(void (*kernel)(Parameters...), dim3 grid, dim3 block, size_t shared_
   constexpr size_t kAlwaysAllowed = 48 << 10;
   const auto check = [&](cudaError_t error) {
     if (error == cudaSuccess) return;
-    detail::check_cuda(error, "launching a kernel in " + detail::plain_name(on.pass.function_name()));
+    detail::check_cuda(error, std::string("launching a kernel in ") + on.pass);
   };
   if (shared_bytes > kAlwaysAllowed) {
     check(cudaFuncSetAttribute(reinterpret_cast<const void*>(kernel),
@@ -117,7 +104,7 @@ void launch(void (*kernel)(Parameters...), dim3 grid, dim3 block, size_t shared_
 
 // In a kernel: the block's dynamic shared memory as T* name, aligned to 16 bytes.
 #ifdef __CUDACC__
-#define dynamic_shared(T, name)                                         \
+#define dynamic_shared(T, name)                                        \
   extern __shared__ __align__(16) unsigned char xmod_dynamic_shared[]; \
   T* const name = reinterpret_cast<T*>(xmod_dynamic_shared)
 #else

@@ -11,7 +11,6 @@
 #include <cstdint>
 #include <cstring>
 #include <memory>
-#include <source_location>
 #include <string>
 #include <vector>
 
@@ -70,6 +69,7 @@ struct Launch {
   size_t shared_bytes = 0;
   void (*call)(const void* kernel) = nullptr;
   const void* kernel = nullptr;
+  const char* name = "";
   uint64_t seed = 0;  // of the order of threads; 0: as they are numbered
 
   size_t threads() const { return size_t{block.x} * block.y * block.z; }
@@ -84,7 +84,7 @@ struct Thread {
   State state = ready;
   Fiber* fiber = nullptr;  // null until it begins
   const char* waits_in = "";
-  std::source_location where;
+  At where;
 
   // cp.async: what was asked for, and how much of it each commit has seen.
   struct Copy {
@@ -122,9 +122,7 @@ inline constinit thread_local Block* running_block = nullptr;
 // memory is the program's thread-local storage.
 class StaticSharedMemory {
  public:
-  static bool holds(const void* address) {
-    return address >= begin() && address < begin() + extent().bytes;
-  }
+  static bool holds(const void* address) { return address >= begin() && address < begin() + extent().bytes; }
   static void poison_all() {
     Block* const kept = running_block;
     poison(begin(), extent().bytes);
@@ -205,7 +203,9 @@ class Block {
   Thread& running() { return *running_; }
   unsigned lane() const { return running_->lane(); }
   void* dynamic_shared() { return dynamic_.data(); }
-  bool is_shared(const void* address) { return dynamic_.holds(address) || StaticSharedMemory::holds(address); }
+  bool is_shared(const void* address) {
+    return dynamic_.holds(address) || StaticSharedMemory::holds(address);
+  }
 
   // Runs block `index` of the grid to its end.
   void run(const Launch& launch, uint3 index) {
@@ -230,14 +230,14 @@ class Block {
   }
 
   // __syncthreads: `at` is where it stands.
-  void barrier(const char* function, const std::source_location& at) {
+  void barrier(const char* function, const At& at) {
     if (ended_ > 0) {
       stop_here("divergent barrier: " + name(*running_) + " came to " + function + " at " + text(at) +
                 ", but " + name(some_thread(Thread::ended)) + " has ended before it");
     }
     if (at_barrier_ > 0) {
       const Thread& other = some_thread(Thread::at_barrier);
-      if (other.where.line() != at.line() || std::strcmp(other.where.file_name(), at.file_name()) != 0) {
+      if (other.where.line != at.line || std::strcmp(other.where.file, at.file) != 0) {
         stop_here("divergent barrier: " + name(*running_) + " came to " + function + " at " + text(at) +
                   ", but " + waiting(other));
       }
@@ -249,11 +249,11 @@ class Block {
     }
   }
 
-  // Meets the other lanes of the mask in `function`. The last one calls finish(of_lane, mask), which reads what
-  // all lanes brought and writes their results there.
+  // Meets the other lanes of the mask in `function`. The last one calls finish(of_lane, mask), which reads
+  // what all lanes brought and writes their results there.
   template <class Brought>
   void meet(const char* function, unsigned mask, Brought& brought,
-            void (*finish)(Brought* const (&of_lane)[kWarp], unsigned mask), const std::source_location& at) {
+            void (*finish)(Brought* const (&of_lane)[kWarp], unsigned mask), const At& at) {
     Warp& warp = warps_[running_->number / kWarp];
     const unsigned lane = running_->lane();
     Meeting& meeting = join(warp, function, mask, at);
@@ -276,7 +276,7 @@ class Block {
 
   // Ends the program with a message about the running block.
   [[noreturn]] void stop_here(const std::string& message) const {
-    stop(text("block (%u,%u,%u): ", index_.x, index_.y, index_.z) + message);
+    stop(text("%s, block (%u,%u,%u): ", launch_->name, index_.x, index_.y, index_.z) + message);
   }
   [[noreturn]] void stop_thread(const std::string& message) const {
     stop_here(name(*running_) + ": " + message);
@@ -293,7 +293,8 @@ class Block {
   void prepare() {
     const Launch& l = *launch_;
     const unsigned n = static_cast<unsigned>(l.threads());
-    dice_ = Dice(l.seed + (index_.x + uint64_t{l.grid.x} * (index_.y + uint64_t{l.grid.y} * index_.z)) * 0x2545f491u);
+    dice_ = Dice(l.seed +
+                 (index_.x + uint64_t{l.grid.x} * (index_.y + uint64_t{l.grid.y} * index_.z)) * 0x2545f491u);
     // Two kinds of order: any ready thread comes next, or one that shares the last one's way so far, in a
     // permuted order.
     any_next_ = l.seed != 0 && dice_.word() % 2;
@@ -328,7 +329,7 @@ class Block {
   }
 
   // The meeting of the warp that the running thread belongs to; a new one if it is the first.
-  Meeting& join(Warp& warp, const char* function, unsigned mask, const std::source_location& at) {
+  Meeting& join(Warp& warp, const char* function, unsigned mask, const At& at) {
     const auto complain = [&](const std::string& what) {
       stop_here(text("%s at ", function) + text(at) + ": " + name(*running_) +
                 text(" came with mask 0x%08x, ", mask) + what);
@@ -368,7 +369,7 @@ class Block {
     threadIdx = thread->index;
   }
 
-  void wait(Thread::State state, const char* function, const std::source_location& at) {
+  void wait(Thread::State state, const char* function, const At& at) {
     Thread* const me = running_;
     me->state = state;
     me->waits_in = function;
@@ -412,9 +413,8 @@ class Block {
     }
     for (const Meeting& meeting : warp.meetings) {
       if (meeting.mask & warp.ended) {
-        stop_here(name(*running_) +
-                  text(" has ended, but lanes 0x%08x wait for it in %s with mask 0x%08x", meeting.arrived,
-                       meeting.function, meeting.mask));
+        stop_here(name(*running_) + text(" has ended, but lanes 0x%08x wait for it in %s with mask 0x%08x",
+                                         meeting.arrived, meeting.function, meeting.mask));
       }
     }
   }
@@ -447,7 +447,8 @@ class Block {
 
   [[noreturn]] void stop_all_wait() const {
     std::string message = "every thread waits: ";
-    if (at_barrier_ > 0) message = "divergent barrier: " + waiting(some_thread(Thread::at_barrier)) + ", but ";
+    if (at_barrier_ > 0)
+      message = "divergent barrier: " + waiting(some_thread(Thread::at_barrier)) + ", but ";
     const Thread& other = some_thread(Thread::in_meeting);
     message += waiting(other);
     for (const Meeting& meeting : warps_[other.number / kWarp].meetings) {

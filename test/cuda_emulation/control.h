@@ -51,28 +51,38 @@ inline std::pair<const char*, const char*> error_text(cudaError_t error) {
     CUDA_EMULATION_ERROR(cudaErrorMemoryAllocation, "out of memory")
     CUDA_EMULATION_ERROR(cudaErrorInitializationError, "initialization error")
     CUDA_EMULATION_ERROR(cudaErrorInvalidConfiguration, "invalid configuration argument")
-    CUDA_EMULATION_ERROR(cudaErrorInsufficientDriver, "CUDA driver version is insufficient for CUDA runtime version")
+    CUDA_EMULATION_ERROR(cudaErrorInsufficientDriver,
+                         "CUDA driver version is insufficient for CUDA runtime version")
     CUDA_EMULATION_ERROR(cudaErrorDevicesUnavailable, "CUDA-capable device(s) is/are busy or unavailable")
     CUDA_EMULATION_ERROR(cudaErrorInvalidDeviceFunction, "invalid device function")
     CUDA_EMULATION_ERROR(cudaErrorNoDevice, "no CUDA-capable device is detected")
     CUDA_EMULATION_ERROR(cudaErrorInvalidDevice, "invalid device ordinal")
-    CUDA_EMULATION_ERROR(cudaErrorNoKernelImageForDevice, "no kernel image is available for execution on the device")
+    CUDA_EMULATION_ERROR(cudaErrorNoKernelImageForDevice,
+                         "no kernel image is available for execution on the device")
     CUDA_EMULATION_ERROR(cudaErrorECCUncorrectable, "uncorrectable ECC error encountered")
-    CUDA_EMULATION_ERROR(cudaErrorUnsupportedPtxVersion, "the provided PTX was compiled with an unsupported toolchain.")
+    CUDA_EMULATION_ERROR(cudaErrorUnsupportedPtxVersion,
+                         "the provided PTX was compiled with an unsupported toolchain.")
     CUDA_EMULATION_ERROR(cudaErrorInvalidResourceHandle, "invalid resource handle")
     CUDA_EMULATION_ERROR(cudaErrorIllegalState, "the operation cannot be performed in the present state")
     CUDA_EMULATION_ERROR(cudaErrorNotReady, "device not ready")
     CUDA_EMULATION_ERROR(cudaErrorIllegalAddress, "an illegal memory access was encountered")
     CUDA_EMULATION_ERROR(cudaErrorLaunchFailure, "unspecified launch failure")
     CUDA_EMULATION_ERROR(cudaErrorNotSupported, "operation not supported")
-    CUDA_EMULATION_ERROR(cudaErrorSystemDriverMismatch, "system has unsupported display driver / cuda driver combination")
-    CUDA_EMULATION_ERROR(cudaErrorCompatNotSupportedOnDevice, "forward compatibility was attempted on non supported HW")
-    CUDA_EMULATION_ERROR(cudaErrorStreamCaptureUnsupported, "operation not permitted when stream is capturing")
-    CUDA_EMULATION_ERROR(cudaErrorStreamCaptureInvalidated, "operation failed due to a previous error during capture")
-    CUDA_EMULATION_ERROR(cudaErrorStreamCaptureUnmatched, "capture was not ended in the same stream as it began")
+    CUDA_EMULATION_ERROR(cudaErrorSystemDriverMismatch,
+                         "system has unsupported display driver / cuda driver combination")
+    CUDA_EMULATION_ERROR(cudaErrorCompatNotSupportedOnDevice,
+                         "forward compatibility was attempted on non supported HW")
+    CUDA_EMULATION_ERROR(cudaErrorStreamCaptureUnsupported,
+                         "operation not permitted when stream is capturing")
+    CUDA_EMULATION_ERROR(cudaErrorStreamCaptureInvalidated,
+                         "operation failed due to a previous error during capture")
+    CUDA_EMULATION_ERROR(cudaErrorStreamCaptureUnmatched,
+                         "capture was not ended in the same stream as it began")
     CUDA_EMULATION_ERROR(cudaErrorStreamCaptureUnjoined, "capturing stream has unjoined work")
-    CUDA_EMULATION_ERROR(cudaErrorStreamCaptureIsolation, "dependency created on uncaptured work in another stream")
-    CUDA_EMULATION_ERROR(cudaErrorStreamCaptureImplicit, "operation would make the legacy stream depend on a capturing blocking stream")
+    CUDA_EMULATION_ERROR(cudaErrorStreamCaptureIsolation,
+                         "dependency created on uncaptured work in another stream")
+    CUDA_EMULATION_ERROR(cudaErrorStreamCaptureImplicit,
+                         "operation would make the legacy stream depend on a capturing blocking stream")
     CUDA_EMULATION_ERROR(cudaErrorUnknown, "unknown error")
 #undef CUDA_EMULATION_ERROR
   }
@@ -104,19 +114,32 @@ inline cudaDeviceProp device_properties() {
 inline int device_attribute(cudaDeviceAttr attribute) {
   const cudaDeviceProp p = device_properties();
   switch (attribute) {
-    case cudaDevAttrMaxThreadsPerBlock: return p.maxThreadsPerBlock;
-    case cudaDevAttrMaxSharedMemoryPerBlock: return static_cast<int>(p.sharedMemPerBlock);
-    case cudaDevAttrWarpSize: return p.warpSize;
-    case cudaDevAttrClockRate: return 1980000;
-    case cudaDevAttrMultiProcessorCount: return p.multiProcessorCount;
-    case cudaDevAttrMemoryClockRate: return 3201000;
-    case cudaDevAttrGlobalMemoryBusWidth: return p.memoryBusWidth;
-    case cudaDevAttrL2CacheSize: return p.l2CacheSize;
-    case cudaDevAttrMaxThreadsPerMultiProcessor: return p.maxThreadsPerMultiProcessor;
-    case cudaDevAttrComputeCapabilityMajor: return p.major;
-    case cudaDevAttrComputeCapabilityMinor: return p.minor;
-    case cudaDevAttrMaxSharedMemoryPerMultiprocessor: return static_cast<int>(p.sharedMemPerMultiprocessor);
-    case cudaDevAttrMaxSharedMemoryPerBlockOptin: return static_cast<int>(p.sharedMemPerBlockOptin);
+    case cudaDevAttrMaxThreadsPerBlock:
+      return p.maxThreadsPerBlock;
+    case cudaDevAttrMaxSharedMemoryPerBlock:
+      return static_cast<int>(p.sharedMemPerBlock);
+    case cudaDevAttrWarpSize:
+      return p.warpSize;
+    case cudaDevAttrClockRate:
+      return 1980000;
+    case cudaDevAttrMultiProcessorCount:
+      return p.multiProcessorCount;
+    case cudaDevAttrMemoryClockRate:
+      return 3201000;
+    case cudaDevAttrGlobalMemoryBusWidth:
+      return p.memoryBusWidth;
+    case cudaDevAttrL2CacheSize:
+      return p.l2CacheSize;
+    case cudaDevAttrMaxThreadsPerMultiProcessor:
+      return p.maxThreadsPerMultiProcessor;
+    case cudaDevAttrComputeCapabilityMajor:
+      return p.major;
+    case cudaDevAttrComputeCapabilityMinor:
+      return p.minor;
+    case cudaDevAttrMaxSharedMemoryPerMultiprocessor:
+      return static_cast<int>(p.sharedMemPerMultiprocessor);
+    case cudaDevAttrMaxSharedMemoryPerBlockOptin:
+      return static_cast<int>(p.sharedMemPerBlockOptin);
   }
   return 0;
 }
@@ -130,10 +153,12 @@ inline bool valid_range(const void* data, size_t bytes, bool on_device) {
 // What a copy to the host writes arrives when the host waits for the stream; until then it is poison.
 inline cudaError_t copy(void* to, const void* from, size_t bytes, cudaMemcpyKind kind, cudaStream_t on) {
   if (bytes == 0) return cudaSuccess;
-  const bool to_device = kind == cudaMemcpyDefault ? runtime().memory.contains(to)
-                                                   : kind == cudaMemcpyHostToDevice || kind == cudaMemcpyDeviceToDevice;
-  const bool from_device = kind == cudaMemcpyDefault ? runtime().memory.contains(from)
-                                                     : kind == cudaMemcpyDeviceToHost || kind == cudaMemcpyDeviceToDevice;
+  const bool to_device = kind == cudaMemcpyDefault
+                             ? runtime().memory.contains(to)
+                             : kind == cudaMemcpyHostToDevice || kind == cudaMemcpyDeviceToDevice;
+  const bool from_device = kind == cudaMemcpyDefault
+                               ? runtime().memory.contains(from)
+                               : kind == cudaMemcpyDeviceToHost || kind == cudaMemcpyDeviceToDevice;
   if (!valid_range(to, bytes, to_device) || !valid_range(from, bytes, from_device))
     return runtime().result(cudaErrorInvalidValue);
   const auto work = [=] {

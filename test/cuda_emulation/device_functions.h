@@ -8,14 +8,13 @@
 #include <cmath>
 #include <cstdint>
 #include <cstring>
-#include <source_location>
 
 #include "block.h"
 
 namespace cuda_emulation {
 
 template <class T>
-concept Word = std::is_integral_v<T> && (sizeof(T) == 4 || sizeof(T) == 8);
+concept Word = std::is_integral_v<T> &&(sizeof(T) == 4 || sizeof(T) == 8);
 
 // old = *address; *address = change(old), all at once; returns old.
 template <class T, class Change>
@@ -34,7 +33,7 @@ using Same = std::type_identity_t<T>;
 // ---------------------------------------------------------------------------------------------------
 // Barriers
 
-inline void __syncthreads(std::source_location at = std::source_location::current()) {
+inline void __syncthreads(const cuda_emulation::At& at = cuda_emulation::At::current()) {
   cuda_emulation::current_block().barrier("__syncthreads", at);
 }
 inline void __threadfence() {
@@ -142,7 +141,8 @@ inline unsigned __brev(unsigned x) {
 inline unsigned __byte_perm(unsigned x, unsigned y, unsigned selector) {
   const uint64_t bytes = uint64_t{y} << 32 | x;
   unsigned out = 0;
-  for (int i = 0; i < 4; i++) out |= static_cast<unsigned>(bytes >> 8 * (selector >> 4 * i & 7) & 0xff) << 8 * i;
+  for (int i = 0; i < 4; i++)
+    out |= static_cast<unsigned>(bytes >> 8 * (selector >> 4 * i & 7) & 0xff) << 8 * i;
   return out;
 }
 inline unsigned __funnelshift_l(unsigned low, unsigned high, unsigned shift) {
@@ -182,9 +182,13 @@ inline double __longlong_as_double(long long x) {
 // ---------------------------------------------------------------------------------------------------
 // Arithmetic
 
-#define CUDA_EMULATION_MIN_MAX(T)                  \
-  inline T min(T a, T b) { return b < a ? b : a; } \
-  inline T max(T a, T b) { return a < b ? b : a; }
+#define CUDA_EMULATION_MIN_MAX(T) \
+  inline T min(T a, T b) {        \
+    return b < a ? b : a;         \
+  }                               \
+  inline T max(T a, T b) {        \
+    return a < b ? b : a;         \
+  }
 CUDA_EMULATION_MIN_MAX(int)
 CUDA_EMULATION_MIN_MAX(unsigned)
 CUDA_EMULATION_MIN_MAX(long)

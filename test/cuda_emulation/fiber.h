@@ -27,12 +27,13 @@ class Fiber {
   // The thread that runs already: something to switch back to.
   Fiber() = default;
 
-  // Begins with entry(), which never returns, when it is first switched to. `number` shifts the stack a little,
-  // so that the stacks of many fibers do not meet in the same lines of the cache.
+  // Begins with entry(), which never returns, when it is first switched to. `number` shifts the stack a
+  // little, so that the stacks of many fibers do not meet in the same lines of the cache.
   Fiber(void (*entry)(), size_t number) {
     const size_t page = static_cast<size_t>(sysconf(_SC_PAGESIZE));
     bytes_ = kStackBytes + page;
-    void* memory = mmap(nullptr, bytes_, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
+    void* memory =
+        mmap(nullptr, bytes_, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
     if (memory == MAP_FAILED || mprotect(memory, page, PROT_NONE) != 0) {
       std::perror("cuda emulation: no memory for the stack of a thread");
       std::abort();
@@ -122,9 +123,9 @@ CUDA_EMULATION_OPAQUE inline void change_stack(void** from, void* to) {
       "add sp, sp, #32"
       : "+r"(x0), "+r"(x1)
       :
-      : "x2", "x3", "x4", "x5", "x6", "x7", "x8", "x9", "x10", "x11", "x12", "x13", "x14", "x15", "x16", "x17",
-        "x20", "x21", "x22", "x23", "x24", "x25", "x26", "x27", "x28", "x30", "v8", "v9", "v10", "v11", "v12",
-        "v13", "v14", "v15", "memory", "cc");
+      : "x2", "x3", "x4", "x5", "x6", "x7", "x8", "x9", "x10", "x11", "x12", "x13", "x14", "x15", "x16",
+        "x17", "x20", "x21", "x22", "x23", "x24", "x25", "x26", "x27", "x28", "x30", "v8", "v9", "v10", "v11",
+        "v12", "v13", "v14", "v15", "memory", "cc");
 }
 
 inline void Fiber::prepare(void (*entry)(), char* top) {

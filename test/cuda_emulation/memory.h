@@ -68,9 +68,7 @@ class DeviceMemory {
     }
   }
 
-  bool contains(const void* address) const {
-    return address >= begin_ && address < begin_ + kAddresses;
-  }
+  bool contains(const void* address) const { return address >= begin_ && address < begin_ + kAddresses; }
 
   // Whether [data, data + bytes) lies inside of one allocation; its end belongs to it if bytes is 0.
   bool allocated(const void* data, size_t bytes) const {
@@ -109,11 +107,12 @@ class DeviceMemory {
   static constexpr size_t kAddresses = size_t{1} << 40;
   static constexpr size_t kAlignment = 256;
   static constexpr size_t kGuard = 4096;
-  static constexpr size_t kNear = 256;         // of the guard zone, looked at after every launch
+  static constexpr size_t kNear = 256;      // of the guard zone, looked at after every launch
   static constexpr size_t kStep = 2 << 20;  // the range grows by
 
   DeviceMemory() {
-    void* memory = mmap(nullptr, kAddresses + kStep, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
+    void* memory =
+        mmap(nullptr, kAddresses + kStep, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
     if (memory == MAP_FAILED) stop("cannot reserve addresses for device memory");
     const auto address = reinterpret_cast<uintptr_t>(memory);
     begin_ = top_ = end_ = static_cast<char*>(memory) + (kStep - address % kStep) % kStep;

@@ -4,7 +4,6 @@
 #include <cstdarg>
 #include <cstdio>
 #include <cstdlib>
-#include <source_location>
 #include <string>
 
 namespace cuda_emulation {
@@ -18,8 +17,20 @@ namespace cuda_emulation {
   return line;
 }
 
-inline std::string text(const std::source_location& where) {
-  return text("%s:%u (%s)", where.file_name(), where.line(), where.function_name());
+// A place in the source: where the function is called that has one as its last parameter by default.
+struct At {
+  const char* file = "";
+  unsigned line = 0;
+  const char* function = "";
+
+  static constexpr At current(const char* file = __builtin_FILE(), unsigned line = __builtin_LINE(),
+                              const char* function = __builtin_FUNCTION()) {
+    return {file, line, function};
+  }
+};
+
+inline std::string text(const At& at) {
+  return text("%s:%u (%s)", at.file, at.line, at.function);
 }
 
 [[noreturn]] inline void stop(const std::string& message) {

@@ -27,7 +27,7 @@
 
 namespace cuda_emulation {
 
-constexpr size_t kSharedBytes = 48 << 10;         // of a block, without asking
+constexpr size_t kSharedBytes = 48 << 10;        // of a block, without asking
 constexpr size_t kSharedBytesOptin = 227 << 10;  // and with
 
 // The name of a kernel, where the program was linked with -rdynamic.
@@ -61,7 +61,9 @@ class Runtime {
     if (error != cudaSuccess) last_error_ = error;
     return error;
   }
-  cudaError_t last_error(bool forget) { return forget ? std::exchange(last_error_, cudaSuccess) : last_error_; }
+  cudaError_t last_error(bool forget) {
+    return forget ? std::exchange(last_error_, cudaSuccess) : last_error_;
+  }
 
   // ------------------------------------------------------------------------------------------------
   // work for streams
@@ -150,7 +152,7 @@ class Runtime {
     return launch.shared_bytes > most ? cudaErrorInvalidValue : cudaSuccess;
   }
 
-  void run(Launch launch, const std::string& name) {
+  void run(Launch launch) {
     launches++;
     const DeviceMemory::Access access(memory);
     launch.seed = thread_order == 0 ? 0 : Dice(thread_order + static_cast<uint64_t>(launches)).word() | 1;
@@ -166,7 +168,7 @@ class Runtime {
                            static_cast<unsigned>(at / launch.grid.x / launch.grid.y)};
       blocks_[threads > 1 ? static_cast<size_t>(thread_number()) : 0]->run(launch, index);
     }
-    memory.check(name);
+    memory.check(launch.name);
   }
 
  private:
@@ -190,11 +192,19 @@ class Runtime {
     return launch.blocks() > 1 && launch.blocks() * launch.threads() >= 4096;
   }
 #ifdef _OPENMP
-  static int most_threads() { return omp_in_parallel() ? 1 : omp_get_max_threads(); }
-  static int thread_number() { return omp_get_thread_num(); }
+  static int most_threads() {
+    return omp_in_parallel() ? 1 : omp_get_max_threads();
+  }
+  static int thread_number() {
+    return omp_get_thread_num();
+  }
 #else
-  static int most_threads() { return 1; }
-  static int thread_number() { return 0; }
+  static int most_threads() {
+    return 1;
+  }
+  static int thread_number() {
+    return 0;
+  }
 #endif
 
   static uint64_t environment_number(const char* name) {
@@ -230,7 +240,8 @@ class KernelCall {
       : kernel_(kernel), arguments_(std::move(arguments)...) {}
 
   void run(Launch launch) const {
-    const std::string name = "kernel";
+    const std::string name = kernel_name(address());
+    launch.name = name.c_str();
     int number = 0;
     std::apply([&](const auto&... argument) { (check_pointer(argument, number++), ...); }, arguments_);
     launch.call = [](const void* call) {
@@ -238,7 +249,7 @@ class KernelCall {
       std::apply(self->kernel_, self->arguments_);
     };
     launch.kernel = this;
-    runtime().run(launch, kernel_name(address()));
+    runtime().run(launch);
   }
 
   const void* address() const { return reinterpret_cast<const void*>(kernel_); }

@@ -1,15 +1,31 @@
 // CUDA's small vectors, dim3, and their makers.
 #pragma once
 
-#define CUDA_EMULATION_VECTOR(T, name, align1, align2, align4)                                       \
-  struct alignas(align1) name##1 { T x; };                                                           \
-  struct alignas(align2) name##2 { T x, y; };                                                        \
-  struct alignas(align1) name##3 { T x, y, z; };                                                     \
-  struct alignas(align4) name##4 { T x, y, z, w; };                                                  \
-  inline name##1 make_##name##1(T x) { return {x}; }                                                 \
-  inline name##2 make_##name##2(T x, T y) { return {x, y}; }                                         \
-  inline name##3 make_##name##3(T x, T y, T z) { return {x, y, z}; }                                 \
-  inline name##4 make_##name##4(T x, T y, T z, T w) { return {x, y, z, w}; }
+#define CUDA_EMULATION_VECTOR(T, name, align1, align2, align4) \
+  struct alignas(align1) name##1 {                             \
+    T x;                                                       \
+  };                                                           \
+  struct alignas(align2) name##2 {                             \
+    T x, y;                                                    \
+  };                                                           \
+  struct alignas(align1) name##3 {                             \
+    T x, y, z;                                                 \
+  };                                                           \
+  struct alignas(align4) name##4 {                             \
+    T x, y, z, w;                                              \
+  };                                                           \
+  inline name##1 make_##name##1(T x) {                         \
+    return {x};                                                \
+  }                                                            \
+  inline name##2 make_##name##2(T x, T y) {                    \
+    return {x, y};                                             \
+  }                                                            \
+  inline name##3 make_##name##3(T x, T y, T z) {               \
+    return {x, y, z};                                          \
+  }                                                            \
+  inline name##4 make_##name##4(T x, T y, T z, T w) {          \
+    return {x, y, z, w};                                       \
+  }
 
 CUDA_EMULATION_VECTOR(signed char, char, 1, 2, 4)
 CUDA_EMULATION_VECTOR(unsigned char, uchar, 1, 2, 4)

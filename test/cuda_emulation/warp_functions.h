@@ -4,15 +4,12 @@
 #include <algorithm>
 #include <cstdint>
 #include <cstring>
-#include <source_location>
 #include <type_traits>
 
 #include "block.h"
 #include "device_functions.h"
 
 namespace cuda_emulation {
-
-using At = std::source_location;
 
 // Calls body(lane) for the lanes of the mask.
 template <class Body>
@@ -37,7 +34,7 @@ T shuffle(const char* function, unsigned mask, T value, unsigned from, const At&
   static_assert(sizeof(T) == 2 || sizeof(T) == 4 || sizeof(T) == 8, "shuffles move 2, 4 or 8 bytes");
   using S = Shuffled<T>;
   S brought{value, value, from};
-  const auto finish = [](S* const (&of_lane)[kWarp], unsigned m) {
+  const auto finish = [](S* const(&of_lane)[kWarp], unsigned m) {
     for_lanes(m, [&](unsigned lane) {
       S& s = *of_lane[lane];
       if (m >> s.from & 1) {
@@ -74,7 +71,7 @@ template <class T, class Combine>
 T reduce(const char* function, unsigned mask, T value, Combine, const At& at) {
   using V = Voted<T>;
   V brought{value, value};
-  const auto finish = [](V* const (&of_lane)[kWarp], unsigned m) {
+  const auto finish = [](V* const(&of_lane)[kWarp], unsigned m) {
     T total{};
     bool first = true;
     for_lanes(m, [&](unsigned lane) {
@@ -90,7 +87,7 @@ T reduce(const char* function, unsigned mask, T value, Combine, const At& at) {
 inline unsigned ballot(const char* function, unsigned mask, bool vote, const At& at) {
   using V = Voted<unsigned>;
   V brought{vote, 0};
-  const auto finish = [](V* const (&of_lane)[kWarp], unsigned m) {
+  const auto finish = [](V* const(&of_lane)[kWarp], unsigned m) {
     unsigned votes = 0;
     for_lanes(m, [&](unsigned lane) { votes |= of_lane[lane]->value << lane; });
     for_lanes(m, [&](unsigned lane) { of_lane[lane]->result = votes; });
@@ -106,7 +103,7 @@ unsigned match_any(const char* function, unsigned mask, T value, const At& at) {
     unsigned result;
   };
   Matched brought{value, 0};
-  const auto finish = [](Matched* const (&of_lane)[kWarp], unsigned m) {
+  const auto finish = [](Matched* const(&of_lane)[kWarp], unsigned m) {
     for_lanes(m, [&](unsigned lane) {
       for_lanes(m, [&](unsigned other) {
         if (of_lane[other]->value == of_lane[lane]->value) of_lane[lane]->result |= 1u << other;
@@ -136,7 +133,7 @@ inline void mma_m16n8k16(float (&d)[4], const uint32_t (&a)[4], const uint32_t (
     const uint32_t (&b)[2];
   };
   Fragments brought{d, a, b};
-  const auto finish = [](Fragments* const (&of_lane)[kWarp], unsigned) {
+  const auto finish = [](Fragments* const(&of_lane)[kWarp], unsigned) {
     float A[16][16], B[16][8], D[16][8];
     for (unsigned lane = 0; lane < kWarp; lane++) {
       const unsigned g = lane / 4, t = lane % 4;
@@ -177,7 +174,7 @@ void ldmatrix(const char* function, uint32_t (&r)[Matrices], const void* row, co
   };
   if (current_block().lane() < 8 * Matrices) expect_shared(function, row);
   Rows brought{row, r};
-  const auto finish = [](Rows* const (&of_lane)[kWarp], unsigned) {
+  const auto finish = [](Rows* const(&of_lane)[kWarp], unsigned) {
     uint16_t matrix[Matrices][8][8];
     for (unsigned i = 0; i < 8 * Matrices; i++) std::memcpy(matrix[i / 8][i % 8], of_lane[i]->row, 16);
     for (unsigned lane = 0; lane < kWarp; lane++) {
@@ -245,21 +242,21 @@ void cp_async_wait() {
 // ---------------------------------------------------------------------------------------------------
 // CUDA's names
 
-inline void __syncwarp(unsigned mask = ~0u, const std::source_location& at = std::source_location::current()) {
+inline void __syncwarp(unsigned mask = ~0u, const cuda_emulation::At& at = cuda_emulation::At::current()) {
   cuda_emulation::ballot("__syncwarp", mask, true, at);
 }
 
 // Lanes are shuffled within sections of `width` neighbours, which is a power of 2.
 template <class T>
 auto __shfl_sync(unsigned mask, T value, int from, int width = 32,
-                 const std::source_location& at = std::source_location::current()) {
+                 const cuda_emulation::At& at = cuda_emulation::At::current()) {
   const unsigned lane = cuda_emulation::current_block().lane(), w = static_cast<unsigned>(width);
   const unsigned source = (lane & ~(w - 1)) | (static_cast<unsigned>(from) & (w - 1));
   return cuda_emulation::shuffle("__shfl_sync", mask, cuda_emulation::promoted(value), source, at);
 }
 template <class T>
 auto __shfl_xor_sync(unsigned mask, T value, int lanes, int width = 32,
-                     const std::source_location& at = std::source_location::current()) {
+                     const cuda_emulation::At& at = cuda_emulation::At::current()) {
   const unsigned lane = cuda_emulation::current_block().lane(), w = static_cast<unsigned>(width);
   const unsigned source = lane ^ static_cast<unsigned>(lanes), last = lane | (w - 1);
   return cuda_emulation::shuffle("__shfl_xor_sync", mask, cuda_emulation::promoted(value),
@@ -267,7 +264,7 @@ auto __shfl_xor_sync(unsigned mask, T value, int lanes, int width = 32,
 }
 template <class T>
 auto __shfl_down_sync(unsigned mask, T value, unsigned lanes, int width = 32,
-                      const std::source_location& at = std::source_location::current()) {
+                      const cuda_emulation::At& at = cuda_emulation::At::current()) {
   const unsigned lane = cuda_emulation::current_block().lane(), w = static_cast<unsigned>(width);
   const unsigned source = lane + lanes, last = lane | (w - 1);
   return cuda_emulation::shuffle("__shfl_down_sync", mask, cuda_emulation::promoted(value),
@@ -275,7 +272,7 @@ auto __shfl_down_sync(unsigned mask, T value, unsigned lanes, int width = 32,
 }
 template <class T>
 auto __shfl_up_sync(unsigned mask, T value, unsigned lanes, int width = 32,
-                    const std::source_location& at = std::source_location::current()) {
+                    const cuda_emulation::At& at = cuda_emulation::At::current()) {
   const unsigned lane = cuda_emulation::current_block().lane(), w = static_cast<unsigned>(width);
   const unsigned first = lane & ~(w - 1);
   return cuda_emulation::shuffle("__shfl_up_sync", mask, cuda_emulation::promoted(value),
@@ -283,32 +280,34 @@ auto __shfl_up_sync(unsigned mask, T value, unsigned lanes, int width = 32,
 }
 
 inline unsigned __ballot_sync(unsigned mask, int vote,
-                              const std::source_location& at = std::source_location::current()) {
+                              const cuda_emulation::At& at = cuda_emulation::At::current()) {
   return cuda_emulation::ballot("__ballot_sync", mask, vote, at);
 }
-inline int __any_sync(unsigned mask, int vote, const std::source_location& at = std::source_location::current()) {
+inline int __any_sync(unsigned mask, int vote, const cuda_emulation::At& at = cuda_emulation::At::current()) {
   return cuda_emulation::ballot("__any_sync", mask, vote, at) != 0;
 }
-inline int __all_sync(unsigned mask, int vote, const std::source_location& at = std::source_location::current()) {
+inline int __all_sync(unsigned mask, int vote, const cuda_emulation::At& at = cuda_emulation::At::current()) {
   return cuda_emulation::ballot("__all_sync", mask, vote, at) == mask;
 }
 template <class T>
 unsigned __match_any_sync(unsigned mask, T value,
-                          const std::source_location& at = std::source_location::current()) {
+                          const cuda_emulation::At& at = cuda_emulation::At::current()) {
   return cuda_emulation::match_any("__match_any_sync", mask, value, at);
 }
 
-#define CUDA_EMULATION_REDUCE(T, name, combined)                                                             \
-  inline T name(unsigned mask, T value, const std::source_location& at = std::source_location::current()) { \
-    return cuda_emulation::reduce(#name, mask, value, [](T a, T b) { return combined; }, at);                \
+#define CUDA_EMULATION_REDUCE(T, name, combined)                                                        \
+  inline T name(unsigned mask, T value, const cuda_emulation::At& at = cuda_emulation::At::current()) { \
+    return cuda_emulation::reduce(                                                                      \
+        #name, mask, value, [](T a, T b) { return combined; }, at);                                     \
   }
 CUDA_EMULATION_REDUCE(unsigned, __reduce_add_sync, a + b)
 CUDA_EMULATION_REDUCE(unsigned, __reduce_min_sync, std::min(a, b))
 CUDA_EMULATION_REDUCE(unsigned, __reduce_max_sync, std::max(a, b))
-CUDA_EMULATION_REDUCE(unsigned, __reduce_and_sync, a & b)
+CUDA_EMULATION_REDUCE(unsigned, __reduce_and_sync, a& b)
 CUDA_EMULATION_REDUCE(unsigned, __reduce_or_sync, a | b)
 CUDA_EMULATION_REDUCE(unsigned, __reduce_xor_sync, a ^ b)
-CUDA_EMULATION_REDUCE(int, __reduce_add_sync, static_cast<int>(static_cast<unsigned>(a) + static_cast<unsigned>(b)))
+CUDA_EMULATION_REDUCE(int, __reduce_add_sync,
+                      static_cast<int>(static_cast<unsigned>(a) + static_cast<unsigned>(b)))
 CUDA_EMULATION_REDUCE(int, __reduce_min_sync, std::min(a, b))
 CUDA_EMULATION_REDUCE(int, __reduce_max_sync, std::max(a, b))
 #undef CUDA_EMULATION_REDUCE

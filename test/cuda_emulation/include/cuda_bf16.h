@@ -21,7 +21,7 @@ struct alignas(2) __nv_bfloat16 {
   constexpr __nv_bfloat16(float f) : __x(round(f)) {}
   constexpr __nv_bfloat16(double f) : __nv_bfloat16(static_cast<float>(f)) {}
   template <class Integer>
-    requires std::is_integral_v<Integer>
+  requires std::is_integral_v<Integer>
   constexpr __nv_bfloat16(Integer i) : __nv_bfloat16(static_cast<float>(i)) {}
 
   constexpr operator float() const { return std::bit_cast<float>(uint32_t{__x} << 16); }
@@ -109,15 +109,15 @@ inline __nv_bfloat16 __short_as_bfloat16(short bits) {
 // ---------------------------------------------------------------------------------------------------
 // Arithmetic
 
-#define CUDA_EMULATION_BFLOAT(op)                                                \
-  inline __nv_bfloat16 operator op(__nv_bfloat16 a, __nv_bfloat16 b) {           \
-    return static_cast<float>(a) op static_cast<float>(b);                       \
-  }                                                                              \
-  inline __nv_bfloat162 operator op(__nv_bfloat162 a, __nv_bfloat162 b) {        \
-    return {a.x op b.x, a.y op b.y};                                             \
-  }                                                                              \
-  inline __nv_bfloat16& operator op##=(__nv_bfloat16& a, __nv_bfloat16 b) {      \
-    return a = a op b;                                                           \
+#define CUDA_EMULATION_BFLOAT(op)                                           \
+  inline __nv_bfloat16 operator op(__nv_bfloat16 a, __nv_bfloat16 b) {      \
+    return static_cast<float>(a) op static_cast<float>(b);                  \
+  }                                                                         \
+  inline __nv_bfloat162 operator op(__nv_bfloat162 a, __nv_bfloat162 b) {   \
+    return {a.x op b.x, a.y op b.y};                                        \
+  }                                                                         \
+  inline __nv_bfloat16& operator op##=(__nv_bfloat16& a, __nv_bfloat16 b) { \
+    return a = a op b;                                                      \
   }
 CUDA_EMULATION_BFLOAT(+)
 CUDA_EMULATION_BFLOAT(-)

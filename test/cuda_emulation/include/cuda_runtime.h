@@ -1,5 +1,5 @@
-// CUDA's runtime on the CPU, for tests: kernels compiled by a plain C++ compiler run as they are, one fiber per
-// thread. It stops with a message where a device would behave in an undefined way:
+// CUDA's runtime on the CPU, for tests: kernels compiled by a plain C++ compiler run as they are, one fiber
+// per thread. It stops with a message where a device would behave in an undefined way:
 //   a barrier that not all threads of a block reach, a warp function whose mask is not the lanes that come,
 //   writes outside of allocations, host code that touches device memory, work that cannot be captured
 // and it makes other errors visible: fresh memory is not a number, and threads may run in any order
@@ -220,7 +220,7 @@ inline cudaError_t cudaStreamEndCapture(cudaStream_t stream, cudaGraph_t* graph)
 }
 inline cudaError_t cudaStreamIsCapturing(cudaStream_t stream, cudaStreamCaptureStatus* status) {
   const auto& capture = cuda_emulation::runtime().stream(stream).capture;
-  *status = !capture           ? cudaStreamCaptureStatusNone
+  *status = !capture          ? cudaStreamCaptureStatusNone
             : capture->broken ? cudaStreamCaptureStatusInvalidated
                               : cudaStreamCaptureStatusActive;
   return cudaSuccess;
@@ -231,13 +231,15 @@ inline cudaError_t cudaGraphGetNodes(cudaGraph_t graph, cudaGraphNode_t* nodes, 
   *count = graph->nodes.size();
   return cudaSuccess;
 }
-inline cudaError_t cudaGraphInstantiate(cudaGraphExec_t* executable, cudaGraph_t graph, unsigned long long = 0) {
+inline cudaError_t cudaGraphInstantiate(cudaGraphExec_t* executable, cudaGraph_t graph,
+                                        unsigned long long = 0) {
   *executable = new CUgraphExec_st{{graph->nodes}};
   return cudaSuccess;
 }
 inline cudaError_t cudaGraphLaunch(cudaGraphExec_t executable, cudaStream_t stream) {
   for (const cuda_emulation::Node& node : executable->nodes) {
-    if (const cudaError_t error = cuda_emulation::runtime().submit(stream, node.kind, node.work)) return error;
+    if (const cudaError_t error = cuda_emulation::runtime().submit(stream, node.kind, node.work))
+      return error;
   }
   return cudaSuccess;
 }
