@@ -26,7 +26,7 @@ TEST(Determinism, LossAndGradientsDoNotDependOnThreads) {
     config.dim = 72, config.ffn_dim = 136, config.seq_len = 97;  // products large enough to be shared out
     if (has_experts(config.arch)) config.expert_dim = 72;
     const Batch batch = random_batch(config, 2);
-    expect_same_bits_for_any_thread_count([&](TestBackend& be) {
+    expect_same_bits_for_any_threads([&](TestBackend& be) {
       TestModel model(be, config, 2, Use::training);
       randomise(model);
       Floats all = gradients(model, batch);

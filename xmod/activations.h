@@ -51,7 +51,6 @@ struct Activations {
   float* losses = nullptr;  // (n)
 
   Rows all_rows;                      // every row of the stream
-  int64_t* topk_offsets = nullptr;    // (B+1) 0, C, 2C, ...
   float* score = nullptr;             // (n) router logits s of every token
   float* selection_score = nullptr;   // (n) u = s + token-choice bias
   int32_t* times_selected = nullptr;  // (n) c of the running interval
@@ -148,7 +147,6 @@ Activations<floatX> carve_activations(Arena& arena, const ModelConfig& c, const 
   a.targets = arena.take<int32_t>(n);
   a.stream = arena.take<float>(n * c.dim);
   a.all_rows = {arena.take<int32_t>(n), arena.take<int32_t>(n), arena.take<int64_t>(B + 1), n};
-  a.topk_offsets = arena.take<int64_t>(B + 1);
   a.score = arena.take<float>(n);
   a.selection_score = arena.take<float>(n);
   a.times_selected = arena.take<int32_t>(n);

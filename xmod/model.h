@@ -70,7 +70,7 @@ class Model {
       } else {
         fill_normal(out, p.size, init_std(p), seed, stream_of(p.name));
       }
-      be_.to_device(params_.data() + p.offset, out, p.size);
+      be_.to_device(params() + p.offset, out, p.size);
     }
   }
 
@@ -123,10 +123,9 @@ class Model {
       cache.length[b] += static_cast<int32_t>(offsets[b + 1] - offsets[b]);
     }
     be_.to_device(act_->targets, last.data(), B_);
-    be_.rmsnorm_forward(act_->final_norm, act_->final_rstd, act_->stream, weight(table.final_norm), n_, d,
-                        eps());
-    be_.gather(act_->stream, act_->final_norm, act_->targets, B_, d);
-    write_logits(out, act_->stream, B_);
+    be_.gather_rmsnorm_forward(act_->layers[0].x, act_->final_norm, act_->final_rstd, act_->stream,
+                               weight(table.final_norm), act_->targets, B_, d, eps());
+    write_logits(out, act_->final_norm, B_);
   }
 
   // Closes a training step: moves what training moves without a gradient, by the sums over its
@@ -144,7 +143,11 @@ class Model {
 
   void zero_gradients() { be_.zero(grads_.data(), table.total); }
 
-  float* params() const { return params_.data(); }       // (table.total)
+  // (table.total). Who asks may write to them, so the next batch takes the weights of its products anew.
+  float* params() const {
+    params_in_use_ = false;
+    return params_.data();
+  }
   float* grads() const { return grads_.data(); }         // (table.total)
   float* buffers() const { return buffers_.data(); }     // (table.buffers_total)
   float* thresholds() const { return buffers_.data(); }  // (sparse_layers) tau
@@ -221,7 +224,6 @@ class Model {
     be_.to_device(act.tokens, tokens, n_);
     be_.to_device(act.targets, targets, n_);
     be_.uniform_offsets(act.all_rows.offsets, B, T);
-    be_.uniform_offsets(act.topk_offsets, B, C_);
     start_rows(nullptr);
   }
 
@@ -241,6 +243,8 @@ class Model {
   void start_rows(const int32_t* position) {
     Rows& all = act_->all_rows;
     all.n = n_;
+    if (!params_in_use_) be_.use_parameters(params_.data(), table.total);
+    params_in_use_ = true;
     be_.fill_sequence(all.row, n_);
     be_.fill_positions(all.position, all.offsets, position, B_);
     ctx_.B = B_;
@@ -279,21 +283,24 @@ class Model {
     const Layer& layer = plan[l];
     LayerActivations<floatX>& a = act_->layers[l];
     if (layer.depth_in_interval == 0) be_.zero(act_->times_selected, n_);
-    be_.router_forward(act_->score, act_->stream, weight(table.layers[l].router), n_, config.dim, eps());
-    be_.token_bias_forward(
-        act_->selection_score, act_->score, act_->times_selected, static_cast<float>(token_bias(config)),
-        static_cast<float>(layer.depth_in_interval) / static_cast<float>(config.token_sparsity), n_);
+    const float* router = weight(table.layers[l].router);
+    const float gamma = static_cast<float>(token_bias(config));
+    const float expected =
+        static_cast<float>(layer.depth_in_interval) / static_cast<float>(config.token_sparsity);
     if (routing == Routing::topk) {
       a.rows.n = B_ * C_;
-      be_.copy(a.rows.offsets, act_->topk_offsets, B_ + 1);
-      be_.select_topk(a.rows.row, act_->kth_score + layer.sparse_index * B_, act_->selection_score, B_, T_,
-                      C_);
+      be_.route_topk(a.rows.row, a.rows.position, a.rows.offsets, a.router_logit,
+                     act_->kth_score + layer.sparse_index * B_, act_->score, act_->selection_score,
+                     act_->times_selected, act_->stream, router, act_->all_rows.position, gamma, expected, B_,
+                     T_, C_, config.dim, eps());
     } else {
+      be_.router_forward(act_->score, act_->stream, router, n_, config.dim, eps());
+      be_.token_bias_forward(act_->selection_score, act_->score, act_->times_selected, gamma, expected, n_);
       a.rows.n = be_.select_threshold(a.rows.row, a.rows.offsets, act_->selection_score,
                                       thresholds() + layer.sparse_index, act_->all_rows.offsets, B_);
+      be_.gather_ints(a.rows.position, act_->all_rows.position, a.rows.row, a.rows.n);
+      be_.count_selected(a.router_logit, act_->times_selected, act_->score, a.rows.row, a.rows.n);
     }
-    be_.gather_ints(a.rows.position, act_->all_rows.position, a.rows.row, a.rows.n);
-    be_.count_selected(a.router_logit, act_->times_selected, act_->score, a.rows.row, a.rows.n);
     if (on_selection) on_selection(layer.number, a.rows);
   }
 
@@ -420,7 +427,8 @@ class Model {
   DeviceBuffer<Backend, float> rope_;       // (T, hd/2) cosines, then (T, hd/2) sines
   DeviceBuffer<Backend, unsigned char> arena_;
   int64_t max_batch_;
-  int64_t step_tokens_ = 0;  // trained on in the running step
+  mutable bool params_in_use_ = false;  // by the backend's products, as they are
+  int64_t step_tokens_ = 0;             // trained on in the running step
   LayerContext<Backend> ctx_;
   Activations<floatX> training_, inference_;
   Activations<floatX>* act_ = nullptr;       // of the running batch

@@ -72,7 +72,7 @@ struct Deco {
     float* weight = nullptr;     // (n, E) scale * p
     float* entropy = nullptr;    // (n)
     floatX* up = nullptr;        // (pairs, expert_dim) u of the active pairs
-    floatX* mean = nullptr;      // (n) mean of u over all experts
+    float* mean = nullptr;       // (n) mean of u over all experts
     float* rstd = nullptr;       // (pairs)
     floatX* act = nullptr;       // (pairs, expert_dim)
     floatX* weighted = nullptr;  // (pairs, expert_dim) weight * act
@@ -89,7 +89,7 @@ struct Deco {
     a.weight = arena.take<float>(n * c.experts);
     a.entropy = arena.take<float>(n);
     a.up = arena.take<floatX>(pairs * c.expert_dim);
-    a.mean = arena.take<floatX>(n);
+    a.mean = arena.take<float>(n);
     a.rstd = arena.take<float>(pairs);
     a.act = arena.take<floatX>(pairs * c.expert_dim);
     a.weighted = arena.take<floatX>(pairs * c.expert_dim);
@@ -100,14 +100,14 @@ struct Deco {
   template <class floatX>
   struct Scratch {
     floatX* grouped = nullptr;    // (pairs, d) inputs, then outputs, of the experts
-    floatX* mean_row = nullptr;   // (d) mean row of W_up
+    float* mean_row = nullptr;    // (d) mean row of W_up
     floatX* dgrouped = nullptr;   // (pairs, d)
     floatX* dweighted = nullptr;  // (pairs, expert_dim)
     floatX* dact = nullptr;       // (pairs, expert_dim)
     floatX* dup = nullptr;        // (pairs, expert_dim)
     float* dpair_mean = nullptr;  // (pairs) gradient of the token's mean from each pair
     float* dmean = nullptr;       // (n)
-    floatX* dmean_row = nullptr;  // (d)
+    float* dmean_row = nullptr;   // (d)
     float* dweight = nullptr;     // (n, E)
     float* dlogit = nullptr;      // (n, E)
     Swiglu::Scratch<floatX> shared;
@@ -118,7 +118,7 @@ struct Deco {
     const int64_t pairs = n * c.experts;
     Scratch<floatX> s;
     s.grouped = arena.take<floatX>(pairs * c.dim);
-    s.mean_row = arena.take<floatX>(c.dim);
+    s.mean_row = arena.take<float>(c.dim);
     if (!training) return s;
     s.dgrouped = arena.take<floatX>(pairs * c.dim);
     s.dweighted = arena.take<floatX>(pairs * c.expert_dim);
@@ -126,7 +126,7 @@ struct Deco {
     s.dup = arena.take<floatX>(pairs * c.expert_dim);
     s.dpair_mean = arena.take<float>(pairs);
     s.dmean = arena.take<float>(n);
-    s.dmean_row = arena.take<floatX>(c.dim);
+    s.dmean_row = arena.take<float>(c.dim);
     s.dweight = arena.take<float>(n * c.experts);
     s.dlogit = arena.take<float>(n * c.experts);
     if (c.shared_experts > 0) s.shared = shared.carve_scratch<floatX>(arena, c, n, training);

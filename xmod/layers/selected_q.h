@@ -98,7 +98,7 @@ struct SelectedQAttention : AttentionParameters {
       own_key = a.own_key;
     }
     be.attention_forward(a.attn, a.lse, a.q, kv.k, kv.v, kv.v_stride, own_key, rows.offsets, kv.offsets,
-                         ctx.B, c.heads, c.kv_heads, c.head_dim);
+                         rows.n, kv.n, ctx.B, c.heads, c.kv_heads, c.head_dim);
     be.matmul_forward(delta, a.attn, ctx.weight(o_proj), rows.n, c.q_dim(), c.dim);
   }
 
@@ -113,7 +113,7 @@ struct SelectedQAttention : AttentionParameters {
     ctx.matmul_backward(Gradient::write, g.dattn, o_proj, ddelta, a.attn, rows.n, c.q_dim(), c.dim);
     be.attention_backward(g.dq, g.dk, g.dkv + c.kv_dim(), 2 * c.kv_dim(), g.dattn, a.q, a.k,
                           a.kv + c.kv_dim(), 2 * c.kv_dim(), a.attn, a.lse, rows.row, rows.offsets,
-                          all.offsets, ctx.B, c.heads, c.kv_heads, c.head_dim);
+                          all.offsets, rows.n, all.n, ctx.B, c.heads, c.kv_heads, c.head_dim);
 
     be.qk_norm_rope_backward(g.dq_inp, ctx.gradient(q_norm), nullptr, g.dq, nullptr, a.q_inp,
                              ctx.weight(q_norm), nullptr, a.q_rstd, ctx.rope, rows.position, rows.n,

@@ -97,7 +97,7 @@ struct SelfAttention : AttentionParameters {
                             rows.position, rows.n, c.seq_len, c.heads, c.kv_heads, c.head_dim, ctx.eps());
     const KeysValues<floatX> kv = ctx.keys_values(a.k, values(a.qkv, c), c.qkv_dim(), rows);
     be.attention_forward(a.attn, a.lse, a.q, kv.k, kv.v, kv.v_stride, kv.own_key, rows.offsets, kv.offsets,
-                         ctx.B, c.heads, c.kv_heads, c.head_dim);
+                         rows.n, kv.n, ctx.B, c.heads, c.kv_heads, c.head_dim);
     be.matmul_forward(delta, a.attn, ctx.weight(o_proj), rows.n, c.q_dim(), c.dim);
   }
 
@@ -109,8 +109,8 @@ struct SelfAttention : AttentionParameters {
     Backend& be = ctx.be;
     ctx.matmul_backward(Gradient::write, g.dattn, o_proj, ddelta, a.attn, rows.n, c.q_dim(), c.dim);
     be.attention_backward(g.dq, g.dk, values(g.dqkv, c), c.qkv_dim(), g.dattn, a.q, a.k, values(a.qkv, c),
-                          c.qkv_dim(), a.attn, a.lse, nullptr, rows.offsets, rows.offsets, ctx.B, c.heads,
-                          c.kv_heads, c.head_dim);
+                          c.qkv_dim(), a.attn, a.lse, nullptr, rows.offsets, rows.offsets, rows.n, rows.n,
+                          ctx.B, c.heads, c.kv_heads, c.head_dim);
     be.qk_norm_rope_backward(g.dqkv, ctx.gradient(q_norm), ctx.gradient(k_norm), g.dq, g.dk, a.qkv,
                              ctx.weight(q_norm), ctx.weight(k_norm), a.qk_rstd, ctx.rope, rows.position,
                              rows.n, c.seq_len, c.heads, c.kv_heads, c.head_dim);
