@@ -123,10 +123,10 @@ struct Deco {
     return s;
   }
 
-  // out (n, d) += FFN(inp), inp (n, d)
+  // From inp (n, d).
   template <class Backend, class floatX>
-  void forward(const LayerContext<Backend>& ctx, Saved<floatX>& a, const Scratch<floatX>& s, float* out,
-               const floatX* inp, int64_t n) const {
+  void activate(const LayerContext<Backend>& ctx, Saved<floatX>& a, const Scratch<floatX>& s,
+                const floatX* inp, int64_t n) const {
     const int64_t d = ctx.config.dim, E = ctx.config.experts, width = ctx.config.expert_dim;
     Backend& be = ctx.be;
     ExpertGroups& groups = a.groups;
@@ -139,8 +139,15 @@ struct Deco {
     groups.expand_forward(ctx, s.experts, a.up, inp, up_proj, width);
     be.norm_silu_forward(a.act, a.rstd, a.up, a.mean, ctx.weight(norm), groups.row, groups.pairs, width,
                          ctx.eps());
-    groups.project_forward(ctx, s.experts, out, a.act, a.weight, down_proj, n);
-    if (shared.width > 0) shared.forward(ctx, a.shared, s.shared, out, inp, n);
+    if (shared.width > 0) shared.activate(ctx, a.shared, s.shared, inp, n);
+  }
+
+  // out (n, d) += the experts' outputs
+  template <class Backend, class floatX>
+  void project(const LayerContext<Backend>& ctx, const Saved<floatX>& a, const Scratch<floatX>& s, float* out,
+               int64_t n) const {
+    a.groups.project_forward(ctx, s.experts, out, a.act, a.weight, down_proj, n);
+    if (shared.width > 0) shared.project(ctx, a.shared, s.shared, out, n);
   }
 
   // From dout (n, d) and the entropy to dinp (n, d) and the gradients of every parameter.

@@ -100,10 +100,10 @@ struct Moe {
     return s;
   }
 
-  // out (n, d) += FFN(inp), inp (n, d)
+  // From inp (n, d).
   template <class Backend, class floatX>
-  void forward(const LayerContext<Backend>& ctx, Saved<floatX>& a, const Scratch<floatX>& s, float* out,
-               const floatX* inp, int64_t n) const {
+  void activate(const LayerContext<Backend>& ctx, Saved<floatX>& a, const Scratch<floatX>& s,
+                const floatX* inp, int64_t n) const {
     const int64_t d = ctx.config.dim, E = ctx.config.experts, width = ctx.config.expert_dim;
     Backend& be = ctx.be;
     ExpertGroups& groups = a.groups;
@@ -111,11 +111,17 @@ struct Moe {
     be.moe_route_forward(groups.chosen, a.weight, a.score, ctx.buffers + bias, n, E,
                          ctx.config.experts_per_token);
     groups.group(ctx, n, E, loads);
-
     groups.expand_forward(ctx, s.experts, a.gate_up, inp, gate_proj, 2 * width);
     be.swiglu_forward(a.act, a.gate_up, groups.pairs, width);
-    groups.project_forward(ctx, s.experts, out, a.act, a.weight, down_proj, n);
-    for (size_t e = 0; e < shared.size(); e++) shared[e].forward(ctx, a.shared[e], s.shared, out, inp, n);
+    for (size_t e = 0; e < shared.size(); e++) shared[e].activate(ctx, a.shared[e], s.shared, inp, n);
+  }
+
+  // out (n, d) += the experts' outputs
+  template <class Backend, class floatX>
+  void project(const LayerContext<Backend>& ctx, const Saved<floatX>& a, const Scratch<floatX>& s, float* out,
+               int64_t n) const {
+    a.groups.project_forward(ctx, s.experts, out, a.act, a.weight, down_proj, n);
+    for (size_t e = 0; e < shared.size(); e++) shared[e].project(ctx, a.shared[e], s.shared, out, n);
   }
 
   // From dout (n, d) to dinp (n, d) and the gradients of the matrices and the router; none through the
