@@ -10,7 +10,7 @@
 
 namespace xmod {
 
-// The tensors of an attention, whatever its rows.
+// The tensors of an attention and its last product, whatever its rows.
 struct AttentionParameters {
   int64_t input_layernorm = -1;  // (d)
   int64_t q_proj = -1;           // (H*hd, d); fused with k_proj and v_proj: (qkv_dim, d)
@@ -30,6 +30,13 @@ struct AttentionParameters {
     q_norm = add.norm("q_norm", c.head_dim);
     k_norm = add.norm("k_norm", c.head_dim);
     o_proj = add.matrix("o_proj", c.dim, c.q_dim(), Init::residual_matrix);
+  }
+
+  // delta (n, d) = W_o attn
+  template <class Backend, class Saved>
+  void project(const LayerContext<Backend>& ctx, const Saved& a, float* delta, const Rows& rows) const {
+    const ModelConfig& c = ctx.config;
+    ctx.be.matmul_forward(delta, a.attn, ctx.weight(o_proj), rows.n, c.q_dim(), c.dim);
   }
 };
 
@@ -84,10 +91,9 @@ struct SelfAttention : AttentionParameters {
             arena.take<floatX>(n * c.qkv_dim())};
   }
 
-  // x (n, d) = the rows of the stream, delta (n, d) = Attn(RMSNorm(x))
+  // x (n, d) = the rows of the stream, attended to each other.
   template <class Backend, class floatX>
-  void forward(const LayerContext<Backend>& ctx, Saved<floatX>& a, const Scratch<floatX>&, float* x,
-               float* delta, const Rows& rows) const {
+  void attend(const LayerContext<Backend>& ctx, Saved<floatX>& a, float* x, const Rows& rows) const {
     const ModelConfig& c = ctx.config;
     Backend& be = ctx.be;
     be.gather_rmsnorm_forward(x, a.norm, a.rstd, ctx.stream, ctx.weight(input_layernorm), rows.row, rows.n,
@@ -98,7 +104,6 @@ struct SelfAttention : AttentionParameters {
     const KeysValues<floatX> kv = ctx.keys_values(a.k, values(a.qkv, c), c.qkv_dim(), rows);
     be.attention_forward(a.attn, a.lse, a.q, kv.k, kv.v, kv.v_stride, kv.own_key, rows.offsets, kv.offsets,
                          rows.n, kv.n, ctx.B, c.heads, c.kv_heads, c.head_dim);
-    be.matmul_forward(delta, a.attn, ctx.weight(o_proj), rows.n, c.q_dim(), c.dim);
   }
 
   // From ddelta (n, d): the gradients of the parameters; dx (n, d) += d(x).
