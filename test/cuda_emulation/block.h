@@ -69,8 +69,8 @@ struct Launch {
   size_t shared_bytes = 0;
   void (*call)(const void* kernel) = nullptr;
   const void* kernel = nullptr;
-  const char* name = "";
-  uint64_t seed = 0;  // of the order of threads; 0: as they are numbered
+  const void* address = nullptr;  // of the kernel itself
+  uint64_t seed = 0;              // of the order of threads; 0: as they are numbered
 
   size_t threads() const { return size_t{block.x} * block.y * block.z; }
   size_t blocks() const { return size_t{grid.x} * grid.y * grid.z; }
@@ -237,7 +237,7 @@ class Block {
     }
     if (at_barrier_ > 0) {
       const Thread& other = some_thread(Thread::at_barrier);
-      if (other.where.line != at.line || std::strcmp(other.where.file, at.file) != 0) {
+      if (other.where.line != at.line || !same(other.where.file, at.file)) {
         stop_here("divergent barrier: " + name(*running_) + " came to " + function + " at " + text(at) +
                   ", but " + waiting(other));
       }
@@ -276,7 +276,8 @@ class Block {
 
   // Ends the program with a message about the running block.
   [[noreturn]] void stop_here(const std::string& message) const {
-    stop(text("%s, block (%u,%u,%u): ", launch_->name, index_.x, index_.y, index_.z) + message);
+    stop(kernel_name(launch_->address) + text(", block (%u,%u,%u): ", index_.x, index_.y, index_.z) +
+         message);
   }
   [[noreturn]] void stop_thread(const std::string& message) const {
     stop_here(name(*running_) + ": " + message);
@@ -328,6 +329,8 @@ class Block {
     }
   }
 
+  static bool same(const char* a, const char* b) { return a == b || std::strcmp(a, b) == 0; }
+
   // The meeting of the warp that the running thread belongs to; a new one if it is the first.
   Meeting& join(Warp& warp, const char* function, unsigned mask, const At& at) {
     const auto complain = [&](const std::string& what) {
@@ -338,7 +341,7 @@ class Block {
     if (mask & ~warp.lanes) complain(text("but the warp has lanes 0x%08x only", warp.lanes));
     if (mask & warp.ended) complain(text("but lanes 0x%08x of it have ended", mask & warp.ended));
     for (Meeting& meeting : warp.meetings) {
-      if (meeting.mask == mask && std::strcmp(meeting.function, function) == 0) return meeting;
+      if (meeting.mask == mask && same(meeting.function, function)) return meeting;
       if (meeting.mask & mask) {
         complain(text("but lanes 0x%08x wait in %s with mask 0x%08x", meeting.arrived, meeting.function,
                       meeting.mask));

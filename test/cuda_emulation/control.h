@@ -22,7 +22,7 @@ inline void set_thread_order(uint64_t seed) {
 
 // Stops if somebody wrote outside of an allocation; every launch and cudaFree ask too.
 inline void check_memory() {
-  runtime().memory.check("check_memory");
+  runtime().memory.check([] { return std::string("check_memory"); });
 }
 
 // Kernels run so far.

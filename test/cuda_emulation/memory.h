@@ -47,7 +47,7 @@ class DeviceMemory {
   bool release(void* data) {
     const auto found = live_.find(static_cast<char*>(data));
     if (found == live_.end()) return false;
-    check("cudaFree");
+    check([] { return std::string("cudaFree"); });
     const size_t space = (found->second + kAlignment - 1) / kAlignment * kAlignment;
     used_ -= space;
     drop_pages(found->first - kGuard, space + 2 * kGuard);
@@ -55,8 +55,9 @@ class DeviceMemory {
     return true;
   }
 
-  // Stops if somebody wrote outside of an allocation.
-  void check(const std::string& after) {
+  // Stops if somebody wrote outside of an allocation; after() says when that was found.
+  template <class After>
+  void check(After after) {
     const Access access(*this);
     for (const auto& [data, bytes] : live_) {
       const size_t space = (bytes + kAlignment - 1) / kAlignment * kAlignment;
@@ -64,7 +65,8 @@ class DeviceMemory {
       for (size_t i = bytes; !damage && i < space + kNear; i++) {
         if (data[i] != reinterpret_cast<const char*>(&kPoison)[i % sizeof kPoison]) damage = data + i;
       }
-      if (damage) stop(after + ": found a write outside of an allocation: " + describe(damage, data, bytes));
+      if (damage)
+        stop(after() + ": found a write outside of an allocation: " + describe(damage, data, bytes));
     }
   }
 

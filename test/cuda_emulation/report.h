@@ -1,6 +1,9 @@
 // How the emulation ends: a line that says what a kernel did, and abort().
 #pragma once
 
+#include <cxxabi.h>
+#include <dlfcn.h>
+
 #include <cstdarg>
 #include <cstdio>
 #include <cstdlib>
@@ -31,6 +34,17 @@ struct At {
 
 inline std::string text(const At& at) {
   return text("%s:%u (%s)", at.file, at.line, at.function);
+}
+
+// The name of a kernel, where the program was linked with -rdynamic.
+inline std::string kernel_name(const void* kernel) {
+  Dl_info info;
+  if (!dladdr(kernel, &info) || !info.dli_sname || info.dli_saddr != kernel) return "a kernel";
+  int status = 0;
+  char* name = abi::__cxa_demangle(info.dli_sname, nullptr, nullptr, &status);
+  const std::string found = status == 0 ? name : info.dli_sname;
+  std::free(name);
+  return found;
 }
 
 [[noreturn]] inline void stop(const std::string& message) {

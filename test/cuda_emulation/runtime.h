@@ -1,9 +1,6 @@
 // The runtime's state and what its functions do.
 #pragma once
 
-#include <cxxabi.h>
-#include <dlfcn.h>
-
 #include <algorithm>
 #include <cstdlib>
 #include <functional>
@@ -29,17 +26,6 @@ namespace cuda_emulation {
 
 constexpr size_t kSharedBytes = 48 << 10;        // of a block, without asking
 constexpr size_t kSharedBytesOptin = 227 << 10;  // and with
-
-// The name of a kernel, where the program was linked with -rdynamic.
-inline std::string kernel_name(const void* kernel) {
-  Dl_info info;
-  if (!dladdr(kernel, &info) || !info.dli_sname || info.dli_saddr != kernel) return "a kernel";
-  int status = 0;
-  char* name = abi::__cxa_demangle(info.dli_sname, nullptr, nullptr, &status);
-  const std::string found = status == 0 ? name : info.dli_sname;
-  std::free(name);
-  return found;
-}
 
 class Runtime {
  public:
@@ -142,8 +128,8 @@ class Runtime {
 
   void allow_shared_bytes(const void* kernel, size_t bytes) { shared_bytes_allowed_[kernel] = bytes; }
 
-  cudaError_t valid(const Launch& launch, const void* kernel) {
-    const auto allowed = shared_bytes_allowed_.find(kernel);
+  cudaError_t valid(const Launch& launch) {
+    const auto allowed = shared_bytes_allowed_.find(launch.address);
     const size_t most = allowed == shared_bytes_allowed_.end() ? kSharedBytes : allowed->second;
     const dim3 g = launch.grid, b = launch.block;
     if (launch.threads() == 0 || launch.threads() > 1024 || b.z > 64) return cudaErrorInvalidConfiguration;
@@ -168,7 +154,7 @@ class Runtime {
                            static_cast<unsigned>(at / launch.grid.x / launch.grid.y)};
       blocks_[threads > 1 ? static_cast<size_t>(thread_number()) : 0]->run(launch, index);
     }
-    memory.check(launch.name);
+    memory.check([&] { return kernel_name(launch.address); });
   }
 
  private:
@@ -240,10 +226,9 @@ class KernelCall {
       : kernel_(kernel), arguments_(std::move(arguments)...) {}
 
   void run(Launch launch) const {
-    const std::string name = kernel_name(address());
-    launch.name = name.c_str();
     int number = 0;
-    std::apply([&](const auto&... argument) { (check_pointer(argument, number++), ...); }, arguments_);
+    std::apply([&](const auto&... argument) { (check_pointer(launch, argument, number++), ...); },
+               arguments_);
     launch.call = [](const void* call) {
       const auto* self = static_cast<const KernelCall*>(call);
       std::apply(self->kernel_, self->arguments_);
@@ -252,15 +237,13 @@ class KernelCall {
     runtime().run(launch);
   }
 
-  const void* address() const { return reinterpret_cast<const void*>(kernel_); }
-
  private:
   template <class T>
-  void check_pointer(const T& argument, int number) const {
+  static void check_pointer(const Launch& launch, const T& argument, int number) {
     if constexpr (std::is_pointer_v<T>) {
       const void* pointer = reinterpret_cast<const void*>(argument);
       if (!pointer || runtime().memory.allocated(pointer, 0)) return;
-      stop(kernel_name(address()) + text(": argument %d is a pointer to ", number) +
+      stop(kernel_name(launch.address) + text(": argument %d is a pointer to ", number) +
            (runtime().memory.contains(pointer) ? runtime().memory.describe(pointer) : "host memory"));
     }
   }

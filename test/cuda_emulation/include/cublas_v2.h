@@ -152,7 +152,7 @@ struct ProductCall {
         const auto [c, a, b] = of_batch(i);
         product(c, a, b, factors, handle->scratch);
       }
-      runtime().memory.check("cuBLAS");
+      runtime().memory.check([] { return std::string("cuBLAS"); });
     };
     const cudaError_t error = runtime().submit(handle->stream, NodeKind::library, work);
     return error == cudaSuccess ? CUBLAS_STATUS_SUCCESS : CUBLAS_STATUS_EXECUTION_FAILED;

@@ -276,8 +276,9 @@ cudaError_t cudaLaunchKernelEx(const cudaLaunchConfig_t* config, void (*kernel)(
   launch.grid = config->gridDim;
   launch.block = config->blockDim;
   launch.shared_bytes = config->dynamicSmemBytes;
+  launch.address = reinterpret_cast<const void*>(kernel);
   const cuda_emulation::KernelCall<Parameters...> call(kernel, std::forward<Arguments>(arguments)...);
-  if (const cudaError_t error = runtime.valid(launch, call.address())) return runtime.result(error);
+  if (const cudaError_t error = runtime.valid(launch)) return runtime.result(error);
   return runtime.submit(config->stream, cuda_emulation::NodeKind::kernel,
                         [call, launch] { call.run(launch); });
 }
