@@ -1,10 +1,11 @@
-# make             build ./train_xmod, the CPU trainer, and say what was found
+# make             build ./train_xmod, the CPU trainer, and, where nvcc is, ./train_xmodcu for GPUs; say what was found
 # make quickstart  install what is missing, build, train a small model on this repository's text, show a sample
 # make test        install what the tests need, build and run all of them
 # make format      format the C++ sources
 # make clean       remove what was built (quickstart/ holds a trained model: it stays)
 #
-# Variables: CXX, ARCH (a -march value; by default this machine's), CXXFLAGS, PYTHON.
+# Variables: CXX, ARCH (a -march value; by default this machine's), CXXFLAGS, PYTHON, NVCC,
+#   CUDA_ARCH (a GPU's compute capability, such as 90 for an H200; by default this machine's).
 
 SHELL := /bin/bash
 .DEFAULT_GOAL := all
@@ -17,13 +18,18 @@ CXXFLAGS ?= -O3
 TEST_CXXFLAGS ?= -O2
 WARNINGS := -Wall -Wextra -Wno-unknown-pragmas
 
+comma := ,
+space := $() $()
+
 # What the compiler can do is found out by compiling: $(call compiles,source,flags) is "yes" or empty.
 compiles = $(shell printf '$(1)' | $(CXX) -x c++ $(2) -o /dev/null - >/dev/null 2>&1 && echo yes)
 HASH := \#
 MACHINE := $(if $(call compiles,int main() {},-march=$(ARCH)),-march=$(ARCH))
 OPENMP := $(if $(call compiles,$(HASH)include <omp.h>\nint main() { return omp_get_max_threads() == 0; },-fopenmp),-fopenmp)
 MPI := $(shell command -v mpicxx 2>/dev/null)
-NVCC := $(shell command -v nvcc 2>/dev/null)
+NVCC ?= $(shell command -v nvcc || ls /usr/local/cuda/bin/nvcc 2>/dev/null)
+CUDA_ARCH ?= $(shell nvidia-smi --query-gpu=compute_cap --format=csv,noheader 2>/dev/null | \
+  grep -E '^[0-9]+\.[0-9]+$$' | head -1 | tr -d .)
 # The first Python that has the packages of the scripts.
 PYTHON ?= $(or $(shell for p in python3 /usr/bin/python3; do \
   $$p -c 'import numpy, matplotlib' 2>/dev/null && echo $$p && break; done),python3)
@@ -31,17 +37,24 @@ PYTHON ?= $(or $(shell for p in python3 /usr/bin/python3; do \
 # No fast-math: NaN checks must work. -fno-math-errno only says that nobody reads errno behind sqrt.
 COMPILE = $(CXX) -std=c++20 -fno-math-errno $(MACHINE) $(OPENMP) $(WARNINGS) -I. -MMD -MP
 
+# For GPUs of one architecture, or for 8.x and 9.0, and by way of PTX for later ones.
+GPU_CODE := $(if $(CUDA_ARCH),-gencode arch=compute_$(CUDA_ARCH)$(comma)code=sm_$(CUDA_ARCH),\
+  -gencode arch=compute_80$(comma)code=sm_80 -gencode arch=compute_90$(comma)code=[sm_90$(comma)compute_90])
+HOST_FLAGS = $(subst $(space),$(comma),$(strip $(MACHINE) $(OPENMP) $(WARNINGS) -fno-math-errno))
+COMPILE_CUDA = $(NVCC) -std=c++20 -ccbin $(CXX) $(GPU_CODE) -Xcompiler $(HOST_FLAGS) -I. -MMD -MP
+TRAIN_CUDA := $(if $(NVCC),$(patsubst %.cu,%cu,$(wildcard train_xmod.cu)))
+
 TESTS := $(patsubst test/%.cpp,build/%,$(wildcard test/test_*.cpp))
 
 .PHONY: all report quickstart test test-programs format clean
 
-all: report train_xmod
+all: report train_xmod $(TRAIN_CUDA)
 
 report:
 	@echo "compiler  $(CXX) $(MACHINE)"
 	@echo "OpenMP    $(if $(OPENMP),found: all cores are used,not found: one thread only)"
 	@echo "MPI       $(if $(MPI),found at $(MPI),not found); several ranks are not built yet: skipped"
-	@echo "nvcc      $(if $(NVCC),found at $(NVCC),not found); train_xmodcu is not built yet: skipped"
+	@echo "nvcc      $(if $(NVCC),found at $(NVCC): for compute capability $(or $(CUDA_ARCH),8.x$(comma) 9.0 and later (no GPU found here)),not found: no train_xmodcu)"
 
 build:
 	@mkdir -p build
@@ -52,14 +65,20 @@ train_xmod: train_xmod.cpp build/cpu_matmul.o | build
 	@printf 'typedef int v __attribute__((vector_size(16)));\nv f(v a) { return __builtin_shufflevector(a, a, 1, 0, 3, 2); }\n' | \
 	  $(CXX) -std=c++20 -x c++ -fsyntax-only - 2>/dev/null || \
 	  { echo 'error: $(CXX) is too old: g++ 12 or clang++ 12 is needed, for example make CXX=g++-12' >&2; exit 1; }
-	$(COMPILE) $(CXXFLAGS) -MF build/train_xmod.d $(filter-out %.h,$^) -o $@
+	$(COMPILE) $(CXXFLAGS) -MF build/train_xmod.d $< $(filter %.o,$^) -o $@
 
 # On its own, so that tests do not compile it again and again, and never without optimisation.
 build/cpu_matmul.o: xmod/cpu_matmul.cpp | build
 	$(COMPILE) $(CXXFLAGS) -c $< -o $@
 
+train_xmodcu: train_xmod.cu | build
+	$(COMPILE_CUDA) $(CXXFLAGS) -MF build/train_xmodcu.d $< -o $@ -lcublas
+
+# CUDA code of tests runs on the CPU; -rdynamic: messages name kernels.
+build/test_cuda_%: EMULATION := -Itest/cuda_emulation/include -rdynamic
+
 build/test_%: test/test_%.cpp build/cpu_matmul.o | build
-	$(COMPILE) $(TEST_CXXFLAGS) $(filter-out %.h,$^) -o $@ -lgtest -lgtest_main -pthread
+	$(COMPILE) $(TEST_CXXFLAGS) $(EMULATION) $< $(filter %.o,$^) -o $@ -lgtest -lgtest_main -pthread
 
 -include $(wildcard build/*.d)
 
@@ -77,7 +96,8 @@ quickstart:
 	@PYTHON='$(PYTHON)' scripts/quickstart.sh
 
 format:
-	clang-format -i train_xmod.cpp *.h xmod/*.h xmod/*.cpp xmod/layers/*.h test/*.h test/*.cpp
+	clang-format -i train_xmod.cpp *.h xmod/*.h xmod/*.cpp xmod/layers/*.h test/*.h test/*.cpp test/cuda_emulation/*.h \
+	  test/cuda_emulation/include/*.h
 
 clean:
-	rm -rf build train_xmod
+	rm -rf build train_xmod train_xmodcu

@@ -365,6 +365,27 @@ class CpuBackend : public CpuExpertPasses {
     }
   }
 
+  // The whole choice of a sparse layer under top-k routing: scores, bias, selection, and what is noted of it.
+  void route_topk(int32_t* row,                 // (B*C)
+                  int32_t* position,            // (B*C)
+                  int64_t* offsets,             // (B+1) 0, C, 2C, ...
+                  float* router_logit,          // (B*C)
+                  float* kth,                   // (B)
+                  float* score,                 // (B*T) s
+                  float* u,                     // (B*T)
+                  int32_t* times_selected,      // (B*T) added to
+                  const float* stream,          // (B*T, d)
+                  const float* weight,          // (d)
+                  const int32_t* all_position,  // (B*T)
+                  float gamma, float expected, int64_t B, int64_t T, int64_t C, int64_t d, float eps) {
+    router_forward(score, stream, weight, B * T, d, eps);
+    token_bias_forward(u, score, times_selected, gamma, expected, B * T);
+    select_topk(row, kth, u, B, T, C);
+    uniform_offsets(offsets, B, C);
+    gather_ints(position, all_position, row, B * C);
+    count_selected(router_logit, times_selected, score, row, B * C);
+  }
+
   // out += mean of each row: the C-th largest u of one micro-batch.
   void add_row_means(float* out,        // (rows) added to
                      const float* inp,  // (rows, columns)
@@ -454,6 +475,10 @@ class CpuBackend : public CpuExpertPasses {
 
   // ------------------------------------------------------------------------------------------------
   // matrix products
+
+  // The numbers in params (n) are new. A backend whose products read weights of another format makes those
+  // from them; here there are none.
+  void use_parameters(const float* /*params*/, int64_t /*n*/) {}
 
   // out = inp weight^T
   void matmul_forward(float* out,           // (n, OC)
@@ -577,7 +602,7 @@ class CpuBackend : public CpuExpertPasses {
                          const int32_t* own_key,     // (nq) row of k, or null
                          const int64_t* q_offsets,   // (B+1)
                          const int64_t* kv_offsets,  // (B+1)
-                         int64_t B, int64_t H, int64_t KV, int64_t hd) {
+                         int64_t /*nq*/, int64_t /*nk*/, int64_t B, int64_t H, int64_t KV, int64_t hd) {
     xmod::attention_forward(out, lse, q, k, v, v_stride, own_key, q_offsets, kv_offsets, B, H, KV, hd,
                             attention_scratch_);
   }
@@ -596,7 +621,7 @@ class CpuBackend : public CpuExpertPasses {
                           const int32_t* own_key,     // (nq), or null
                           const int64_t* q_offsets,   // (B+1)
                           const int64_t* kv_offsets,  // (B+1)
-                          int64_t B, int64_t H, int64_t KV, int64_t hd) {
+                          int64_t /*nq*/, int64_t /*nk*/, int64_t B, int64_t H, int64_t KV, int64_t hd) {
     xmod::attention_backward(dq, dk, dv, dv_stride, dout, q, k, v, v_stride, out, lse, own_key, q_offsets,
                              kv_offsets, B, H, KV, hd, attention_scratch_);
   }

@@ -3,9 +3,15 @@
 #pragma once
 
 #define TESTING
+#ifdef XMOD_TEST_CUDA
+#include "train_xmod.cu"
+
+using TestBackend = xmod::CudaBackend<float>;
+#else
 #include "train_xmod.cpp"
 
 using TestBackend = xmod::CpuBackend;
+#endif
 
 #include <gtest/gtest.h>
 
@@ -190,19 +196,33 @@ class PassTest : public ::testing::Test {
   TestBackend be_;
 };
 
-// Calls run(backend) -> Floats for several thread counts; the results must be equal bit for bit.
+// Calls run(backend) -> Floats on backends whose threads work in several ways: on the CPU, several numbers of
+// them; where CUDA is emulated, in several orders. The results must be equal bit for bit.
 template <class Run>
-void expect_same_bits_for_any_thread_count(Run run) {
-  const int before = TestBackend::threads();
+void expect_same_bits_for_any_threads(Run run) {
   Floats first;
-  for (int threads : {1, 2, 3, 2}) {
-    TestBackend be({.threads = threads});
+  auto check = [&](TestBackend& be, const std::string& threads) {
     const Floats result = run(be);
     ASSERT_FALSE(result.empty());
     if (first.empty()) first = result;
-    EXPECT_TRUE(same_bits(result, first)) << threads << " threads against 1";
+    EXPECT_TRUE(same_bits(result, first)) << threads;
+  };
+#ifdef XMOD_TEST_CUDA
+  for (uint64_t seed : {0, 1, 2, 0}) {
+#ifndef __CUDACC__
+    cuda_emulation::set_thread_order(seed);
+#endif
+    TestBackend be;
+    check(be, "order " + std::to_string(seed) + " against 0");
+  }
+#else
+  const int before = TestBackend::threads();
+  for (int threads : {1, 2, 3, 2}) {
+    TestBackend be({.threads = threads});
+    check(be, std::to_string(threads) + " threads against 1");
   }
   TestBackend restored({.threads = before});
+#endif
 }
 
 // ---------------------------------------------------------------------------------------------------

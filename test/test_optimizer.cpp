@@ -294,7 +294,7 @@ TEST_F(PassTest, MuonOfABatchEqualsOneByOneForAnyThreadCount) {
     const int64_t rows = shape[0], cols = shape[1];
     for (int64_t at_a_time : {1, 2, 7}) {
       const MuonState one_by_one = update_batch(be_, rows, cols, 1);
-      expect_same_bits_for_any_thread_count([&](TestBackend& be) {
+      expect_same_bits_for_any_threads([&](TestBackend& be) {
         const MuonState batch = update_batch(be, rows, cols, at_a_time);
         EXPECT_TRUE(same_bits(batch.params, one_by_one.params));
         EXPECT_TRUE(same_bits(batch.momentum, one_by_one.momentum));

@@ -13,8 +13,9 @@ struct Size {
   int64_t n, d;
 };
 
-// No rows, one row, multiples of no vector or tile, more rows than one chunk of a sum over rows.
-const std::vector<Size> kSizes = {{0, 7}, {1, 3}, {1, 33}, {67, 19}, {131, 70}};
+// No rows, one row, multiples of no vector or tile, more rows than one chunk of a sum over rows; rows that
+// can be read in large pieces.
+const std::vector<Size> kSizes = {{0, 7}, {1, 3}, {1, 33}, {67, 19}, {131, 70}, {1, 8}, {37, 264}};
 
 template <class Check>
 void for_each_size(Check check) {
@@ -432,7 +433,7 @@ void check_crossentropy(TestBackend& be, const Floats& logits, const Ints& targe
 }
 
 TEST_F(PassTest, Crossentropy) {
-  for (int64_t V : {1, 2, 15, 33, 257, 1003}) {
+  for (int64_t V : {1, 2, 15, 33, 257, 1003, 1032}) {
     for (int64_t n : {0, 1, 19}) {
       SCOPED_TRACE("n " + std::to_string(n) + ", V " + std::to_string(V));
       Ints targets = random_ids(n, V, 2);
@@ -468,7 +469,7 @@ TEST_F(PassTest, CrossentropyOfNanIsNan) {
 // sums over whole tensors
 
 TEST_F(PassTest, MeanAndSumOfSquares) {
-  for (int64_t n : {1, 7, 1000, 40001}) {
+  for (int64_t n : {1, 7, 1000, 40001, 3000000}) {
     const Floats values = normal_numbers(n, 1);
     double sum = 0, squares = 0;
     for (float v : values) sum += v, squares += static_cast<double>(v) * v;
@@ -493,7 +494,7 @@ TEST_F(PassTest, SumsOverRowsDoNotDependOnThreads) {
   const int64_t n = 333, d = 77, V = 5;
   const Floats inp = normal_numbers(n * d, 1), dout = normal_numbers(n * d, 2), weight = normal_numbers(d, 3);
   const Ints tokens = random_ids(n, V, 4);
-  expect_same_bits_for_any_thread_count([&](TestBackend& be) {
+  expect_same_bits_for_any_threads([&](TestBackend& be) {
     const Guarded<float> x(be, inp), dy(be, dout), w(be, weight), rstd(be, normal_numbers(n, 5));
     const Guarded<float> dx(be, n * d), dx_added(be, inp), ddelta(be, inp);
     const Guarded<float> dw1(be, weight), dw2(be, weight), dw3(be, weight), dembed(be, row_of(inp, 0, V * d));
@@ -510,7 +511,7 @@ TEST_F(PassTest, SumsOverRowsDoNotDependOnThreads) {
 TEST_F(PassTest, GatedScatterBackwardDoesNotDependOnThreads) {
   const int64_t n = 333, d = 77;
   const Ints row = some_rows(n);
-  expect_same_bits_for_any_thread_count([&](TestBackend& be) {
+  expect_same_bits_for_any_threads([&](TestBackend& be) {
     const Guarded<float> ddelta(be, n * d), dlogit(be, n), dalpha(be, Floats{0.5f}), alpha(be, Floats{0.7f});
     const Guarded<float> dstream(be, normal_numbers(stream_rows(n) * d, 1)),
         delta(be, normal_numbers(n * d, 2));
@@ -526,7 +527,7 @@ TEST_F(PassTest, GatedScatterBackwardDoesNotDependOnThreads) {
 TEST_F(PassTest, LossAndWholeTensorSumsDoNotDependOnThreads) {
   const int64_t n = 37, V = 1003;
   const Floats logits = normal_numbers(n * V, 1, 3);
-  expect_same_bits_for_any_thread_count([&](TestBackend& be) {
+  expect_same_bits_for_any_threads([&](TestBackend& be) {
     const Guarded<float> losses(be, n), dlogits(be, logits), inp(be, logits);
     be.crossentropy_forward_backward(losses, dlogits, Guarded<int32_t>(be, random_ids(n, V, 2)), 0.1f, n, V);
     Floats all = losses.values();

@@ -70,7 +70,7 @@ TEST_F(PassTest, MatmulBackward) {
 
 TEST_F(PassTest, MatmulDoesNotDependOnThreads) {
   const int64_t n = 301, C = 131, OC = 77;
-  expect_same_bits_for_any_thread_count([&](TestBackend& be) {
+  expect_same_bits_for_any_threads([&](TestBackend& be) {
     const Guarded<float> inp(be, normal_numbers(n * C, 1)), weight(be, normal_numbers(OC * C, 2));
     const Guarded<float> out(be, n * OC), dinp(be, n * C), dweight(be, normal_numbers(OC * C, 3));
     be.matmul_forward(out, inp, weight, n, C, OC);
@@ -180,7 +180,7 @@ Floats columns(const Floats& matrix, int64_t width, int64_t first, int64_t count
 }
 
 TEST_F(PassTest, QkNormRopeForwardAndBackward) {
-  for (const Heads& h : {Heads{1, 1, 2}, {2, 1, 6}, {3, 3, 34}, {4, 2, 16}}) {
+  for (const Heads& h : {Heads{1, 1, 2}, {2, 1, 6}, {3, 3, 34}, {4, 2, 16}, {3, 1, 64}, {2, 1, 128}}) {
     for (int64_t n : {0, 1, 31}) {
       SCOPED_TRACE(describe(h) + ", n " + std::to_string(n));
       const Ints row = rows_of_three_sequences(n);
@@ -223,7 +223,7 @@ TEST_F(PassTest, QkNormRopeDoesNotDependOnThreads) {
   const int64_t n = 333;
   Ints row(static_cast<size_t>(n));
   for (int64_t i = 0; i < n; i++) row[i] = static_cast<int32_t>(i % kT);
-  expect_same_bits_for_any_thread_count([&](TestBackend& be) {
+  expect_same_bits_for_any_threads([&](TestBackend& be) {
     const Guarded<float> q(be, n * h.H * h.hd), k(be, n * h.KV * h.hd), rstd(be, n * (h.H + h.KV));
     const Guarded<float> qkv(be, normal_numbers(n * h.qkv(), 1)), rope(be, kTableT * h.hd);
     const Guarded<float> weight(be, normal_numbers(h.hd, 2)), dqkv(be, qkv.values());
@@ -392,9 +392,10 @@ TEST_F(PassTest, AttentionForwardAndBackward) {
     auto q = holding(floats(x.q)), k = holding(floats(x.k)), qkv = holding(fused_values(h, x.v));
     auto rows = holding(offsets);
     const int64_t qk = (h.H + h.KV) * h.hd;
-    be_.attention_forward(out, lse, q, k, qkv.data() + qk, h.qkv(), nullptr, rows, rows, B, h.H, h.KV, h.hd);
+    be_.attention_forward(out, lse, q, k, qkv.data() + qk, h.qkv(), nullptr, rows, rows, n, n, B, h.H, h.KV,
+                          h.hd);
     be_.attention_backward(dq, dk, dqkv.data() + qk, h.qkv(), holding(dout), q, k, qkv.data() + qk, h.qkv(),
-                           out, lse, nullptr, rows, rows, B, h.H, h.KV, h.hd);
+                           out, lse, nullptr, rows, rows, n, n, B, h.H, h.KV, h.hd);
 
     const AttentionOut expected = attention_reference(c, x);
     const QueriesKeysValues gradient = attention_gradient(c, x, doubles(dout));
@@ -436,9 +437,9 @@ TEST_F(PassTest, AttentionOfSomeQueries) {
     auto q_rows = holding(q_offsets), rows = holding(offsets);
     auto own_key = holding(chosen);
     const int64_t kv = h.KV * h.hd;
-    be_.attention_forward(out, lse, q, k, v, kv, own_key, q_rows, rows, B, h.H, h.KV, h.hd);
+    be_.attention_forward(out, lse, q, k, v, kv, own_key, q_rows, rows, nq, n, B, h.H, h.KV, h.hd);
     be_.attention_backward(dq, dk, dv, kv, holding(some_dout), q, k, v, kv, out, lse, own_key, q_rows, rows,
-                           B, h.H, h.KV, h.hd);
+                           nq, n, B, h.H, h.KV, h.hd);
 
     const AttentionOut all = attention_reference(c, x);
     const QueriesKeysValues gradient = attention_gradient(c, x, doubles(dout));
@@ -459,15 +460,16 @@ TEST_F(PassTest, AttentionDoesNotDependOnThreads) {
     const Heads& h = c.heads;
     const int64_t n = c.offsets().back(), B = static_cast<int64_t>(c.lengths.size());
     const QueriesKeysValues x = random_attention(c);
-    expect_same_bits_for_any_thread_count([&](TestBackend& be) {
+    expect_same_bits_for_any_threads([&](TestBackend& be) {
       const Guarded<float> out(be, n * h.H * h.hd), lse(be, n * h.H), dq(be, n * h.H * h.hd);
       const Guarded<float> dk(be, n * h.KV * h.hd), dqkv(be, n * h.qkv());
       const Guarded<float> q(be, floats(x.q)), k(be, floats(x.k)), qkv(be, fused_values(h, x.v));
       const Guarded<int64_t> rows(be, c.offsets());
       const int64_t qk = (h.H + h.KV) * h.hd;
-      be.attention_forward(out, lse, q, k, qkv.data() + qk, h.qkv(), nullptr, rows, rows, B, h.H, h.KV, h.hd);
+      be.attention_forward(out, lse, q, k, qkv.data() + qk, h.qkv(), nullptr, rows, rows, n, n, B, h.H, h.KV,
+                           h.hd);
       be.attention_backward(dq, dk, dqkv.data() + qk, h.qkv(), q, q, k, qkv.data() + qk, h.qkv(), out, lse,
-                            nullptr, rows, rows, B, h.H, h.KV, h.hd);
+                            nullptr, rows, rows, n, n, B, h.H, h.KV, h.hd);
       Floats all;
       for (const auto* result : {&out, &lse, &dq, &dk, &dqkv}) append(all, result->values());
       return all;

@@ -546,7 +546,7 @@ TEST_F(PassTest, ExpertRowsDoNotDependOnThreads) {
   const Groups groups(some_choice(n, E), n, E);
   const int64_t pairs = groups.pairs(), size = pairs * width;
   const Floats values = normal_numbers(size, 1), gradients = normal_numbers(size, 2);
-  expect_same_bits_for_any_thread_count([&](TestBackend& be) {
+  expect_same_bits_for_any_threads([&](TestBackend& be) {
     const Guarded<int32_t> row(be, groups.row), expert(be, groups.expert), slot(be, groups.slot);
     const Guarded<int64_t> slot_offsets(be, groups.slot_offsets);
     const Guarded<float> inp(be, values), dout(be, gradients), mean(be, normal_numbers(n, 3));
@@ -573,7 +573,7 @@ TEST_F(PassTest, ExpertRowsDoNotDependOnThreads) {
 TEST_F(PassTest, ExpertRoutesDoNotDependOnThreads) {
   const int64_t n = 333, E = 19, k = 3;
   const Floats logits = normal_numbers(n * E, 1);
-  expect_same_bits_for_any_thread_count([&](TestBackend& be) {
+  expect_same_bits_for_any_threads([&](TestBackend& be) {
     const Guarded<uint8_t> chosen(be, n * E), active(be, n * E);
     const Guarded<float> logit(be, logits), score(be, logits), per_expert(be, normal_numbers(E, 2));
     const Guarded<float> moe_weight(be, n * E), dmoe_logit(be, n * E);

@@ -19,7 +19,8 @@ double router_reference(const Doubles& x, const Doubles& weight) {
 }
 
 TEST_F(PassTest, RouterForwardAndBackward) {
-  for (const auto& [n, d] : {std::pair<int64_t, int64_t>{0, 5}, {1, 3}, {1, 33}, {67, 19}, {131, 70}}) {
+  for (const auto& [n, d] :
+       {std::pair<int64_t, int64_t>{0, 5}, {1, 3}, {1, 33}, {67, 19}, {131, 70}, {37, 264}}) {
     SCOPED_TRACE("n " + std::to_string(n) + ", d " + std::to_string(d));
     const Floats x = normal_numbers(n * d, 1), weight = normal_numbers(d, 2), ds = normal_numbers(n, 3);
     const Floats dx_before = normal_numbers(n * d, 4), dweight_before = normal_numbers(d, 5);
@@ -59,7 +60,7 @@ TEST_F(PassTest, RouterScoreOfARowDependsOnThatRowOnly) {
 
 TEST_F(PassTest, RouterDoesNotDependOnThreads) {
   const int64_t n = 333, d = 77;
-  expect_same_bits_for_any_thread_count([&](TestBackend& be) {
+  expect_same_bits_for_any_threads([&](TestBackend& be) {
     const Guarded<float> x(be, normal_numbers(n * d, 1)), weight(be, normal_numbers(d, 2));
     const Guarded<float> score(be, n), dx(be, normal_numbers(n * d, 4)), dweight(be, normal_numbers(d, 5));
     be.router_forward(score, x, weight, n, d, kEps);
@@ -133,7 +134,7 @@ void check_topk(TestBackend& be, const Floats& u, int64_t B, int64_t C) {
 
 TEST_F(PassTest, TopKSelectsTheLargest) {
   for (int64_t B : {1, 3}) {
-    for (int64_t T : {1, 2, 13, 128, 1001}) {
+    for (int64_t T : {1, 2, 13, 128, 1001, 5003}) {
       for (int64_t C : {int64_t{1}, (T + 3) / 4, T - 1, T}) {
         if (C < 1) continue;
         SCOPED_TRACE("B " + std::to_string(B) + ", T " + std::to_string(T) + ", C " + std::to_string(C));
@@ -212,7 +213,7 @@ void check_threshold(TestBackend& be, const Floats& u, float tau, int64_t B) {
 
 TEST_F(PassTest, ThresholdSelectsWhatLiesAbove) {
   for (int64_t B : {1, 3}) {
-    for (int64_t T : {1, 2, 33, 1001}) {
+    for (int64_t T : {1, 2, 33, 1001, 1700}) {
       Floats u;  // of nine different values: some equal the threshold
       for (int32_t id : random_ids(B * T, 9, 1)) u.push_back(static_cast<float>(id - 4));
       for (float tau : {-5.0f, -4.0f, 0.0f, 3.0f, 4.0f, kInfinity, -kInfinity, kNan}) {
@@ -255,6 +256,45 @@ TEST_F(PassTest, CountSelected) {
     for (int32_t r : row) expected_logit.push_back(score[r]), expected_times[r]++;
     EXPECT_TRUE(same_bits(logit.values(), expected_logit));
     EXPECT_EQ(times.values(), expected_times);
+  }
+}
+
+// What a layer does in one pass, pass by pass.
+TEST_F(PassTest, RouteTopKIsItsPassesTogether) {
+  struct Case {
+    int64_t B, T, C, d;
+  };
+  for (const auto& [B, T, C, d] : {Case{1, 1, 1, 5}, {2, 37, 10, 19}, {3, 128, 1, 24}, {2, 1001, 251, 8}}) {
+    SCOPED_TRACE("B " + std::to_string(B) + ", T " + std::to_string(T) + ", C " + std::to_string(C));
+    const int64_t n = B * T;
+    const float gamma = 0.5f, expected_times = 1.25f;
+    const Guarded<float> stream(be_, normal_numbers(n * d, 1)), weight(be_, normal_numbers(d, 2));
+    const Guarded<int32_t> all_position(be_, random_ids(n, 1000, 3));
+    const Ints times_before = random_ids(n, 4, 4);
+
+    const Guarded<float> score(be_, n), u(be_, n), kth(be_, B), logit(be_, B * C);
+    const Guarded<int32_t> row(be_, B * C), position(be_, B * C), times(be_, times_before);
+    const Guarded<int64_t> offsets(be_, B + 1);
+    be_.router_forward(score, stream, weight, n, d, kEps);
+    be_.token_bias_forward(u, score, times, gamma, expected_times, n);
+    be_.select_topk(row, kth, u, B, T, C);
+    be_.uniform_offsets(offsets, B, C);
+    be_.gather_ints(position, all_position, row, B * C);
+    be_.count_selected(logit, times, score, row, B * C);
+
+    const Guarded<float> score2(be_, n), u2(be_, n), kth2(be_, B), logit2(be_, B * C);
+    const Guarded<int32_t> row2(be_, B * C), position2(be_, B * C), times2(be_, times_before);
+    const Guarded<int64_t> offsets2(be_, B + 1);
+    be_.route_topk(row2, position2, offsets2, logit2, kth2, score2, u2, times2, stream, weight, all_position,
+                   gamma, expected_times, B, T, C, d, kEps);
+    EXPECT_EQ(row2.values(), row.values());
+    EXPECT_EQ(position2.values(), position.values());
+    EXPECT_EQ(offsets2.values(), offsets.values());
+    EXPECT_EQ(times2.values(), times.values());
+    EXPECT_TRUE(same_bits(logit2.values(), logit.values()));
+    EXPECT_TRUE(same_bits(kth2.values(), kth.values()));
+    EXPECT_TRUE(same_bits(score2.values(), score.values()));
+    EXPECT_TRUE(same_bits(u2.values(), u.values()));
   }
 }
 

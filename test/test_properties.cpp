@@ -26,7 +26,7 @@ TEST(Determinism, LossAndGradientsDoNotDependOnThreads) {
     config.dim = 72, config.ffn_dim = 136, config.seq_len = 97;  // products large enough to be shared out
     if (has_experts(config.arch)) config.expert_dim = 72;
     const Batch batch = random_batch(config, 2);
-    expect_same_bits_for_any_thread_count([&](TestBackend& be) {
+    expect_same_bits_for_any_threads([&](TestBackend& be) {
       TestModel model(be, config, 2, Use::training);
       randomise(model);
       Floats all = gradients(model, batch);
@@ -126,6 +126,49 @@ TEST_P(ModelTest, TwoMicroBatchesEqualOneOfDoubleSize) {
   EXPECT_EQ(loads.max, expected_loads.max);
   EXPECT_EQ(loads.entropy, expected_loads.entropy);
   EXPECT_EQ(loads.active_ratio, expected_loads.active_ratio);
+}
+
+// ---------------------------------------------------------------------------------------------------
+// what a layer does not keep for its backward pass
+
+// Everything that two micro-batches with an evaluation between them leave behind, and how often layers
+// selected.
+struct TrainedStep {
+  Floats gradients, buffers;
+  double losses[3];
+  ExpertLoads loads;
+  int64_t selections = 0;
+
+  TrainedStep(TestModel& model, const Batch& first, const Batch& second) {
+    model.on_selection = [&](int64_t, const Rows&) { selections++; };
+    model.zero_gradients();
+    losses[0] = forward_backward(model, first, 0.5f);
+    losses[1] = loss_of(model, second, Routing::threshold);
+    losses[2] = forward_backward(model, second, 0.5f);
+    gradients = gradients_so_far(model);
+    loads = model.close_step(1, 2);
+    buffers = buffers_of(model);
+    model.on_selection = nullptr;
+  }
+};
+
+TEST_P(ModelTest, ComputingActivationsAgainChangesNoBit) {
+  const Batch first = random_batch(config_, 4, 1), second = random_batch(config_, 3, 2);
+  const TrainedStep expected(model_, first, second);
+  for (Recompute recompute : {Recompute::ffn, Recompute::block}) {
+    SCOPED_TRACE(recompute == Recompute::ffn ? "ffn" : "block");
+    TestModel model(be_, config_, kBatch, Use::training, recompute);
+    randomise(model);
+    const TrainedStep found(model, first, second);
+    for (const Parameter& p : model.table.entries)
+      EXPECT_TRUE(same_bits(slice(found.gradients, p), slice(expected.gradients, p))) << p.name;
+    EXPECT_TRUE(same_bits(found.buffers, expected.buffers));
+    for (int i = 0; i < 3; i++) EXPECT_EQ(found.losses[i], expected.losses[i]);
+    EXPECT_EQ(found.loads.max, expected.loads.max);
+    EXPECT_EQ(found.loads.entropy, expected.loads.entropy);
+    EXPECT_EQ(found.loads.active_ratio, expected.loads.active_ratio);
+    EXPECT_EQ(found.selections, expected.selections);
+  }
 }
 
 // ---------------------------------------------------------------------------------------------------

@@ -107,7 +107,7 @@ TEST(FillNormal, DependsOnSeedAndStream) {
 }
 
 TEST(FillNormal, DoesNotDependOnThreads) {
-  expect_same_bits_for_any_thread_count([](TestBackend&) {
+  expect_same_bits_for_any_threads([](TestBackend&) {
     Floats values(10007);
     fill_normal(values.data(), 10007, 1, 1, 2);
     return values;
@@ -217,7 +217,7 @@ TEST_F(InitialWeights, AreTheSameInEveryArchitecture) {
 }
 
 TEST_F(InitialWeights, DoNotDependOnThreads) {
-  expect_same_bits_for_any_thread_count([&](TestBackend&) { return initialised(Arch::xmod, 3); });
+  expect_same_bits_for_any_threads([&](TestBackend&) { return initialised(Arch::xmod, 3); });
 }
 
 }  // namespace

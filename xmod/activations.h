@@ -12,18 +12,21 @@
 
 namespace xmod {
 
-// What a layer keeps from its forward pass for its backward pass. n is B*T, or B*C in a sparse layer.
+// What the backward pass of a layer needs of its forward pass, in three parts: what it works on, what its
+// attention and the norm before its FFN compute, what its FFN computes. n is B*T, or B*C in a sparse layer.
 template <class floatX>
 struct LayerActivations {
   Rows rows;
-  float* x = nullptr;  // (n, d) the layer's rows of the residual stream
+  float* router_logit = nullptr;  // (n) s of the selected rows
+  float* x = nullptr;             // (n, d) the layer's rows of the residual stream
+
   SavedOf<AttentionKind, floatX> attention;
   float* h = nullptr;          // (n, d) x + attention; x itself in a layer without
   floatX* ffn_norm = nullptr;  // (n, d) RMSNorm(h)
   float* ffn_rstd = nullptr;   // (n)
+  float* delta = nullptr;      // (n, d) D = attention + FFN, for a sparse layer's gate; dense ones share it
+
   SavedOf<FfnKind, floatX> ffn;
-  float* delta = nullptr;         // (n, d) D = attention + FFN; shared by all dense layers
-  float* router_logit = nullptr;  // (n) s of the selected rows
 };
 
 // What all layers share: gradients inside one layer, and the scratch of the layer kinds.
@@ -51,7 +54,6 @@ struct Activations {
   float* losses = nullptr;  // (n)
 
   Rows all_rows;                      // every row of the stream
-  int64_t* topk_offsets = nullptr;    // (B+1) 0, C, 2C, ...
   float* score = nullptr;             // (n) router logits s of every token
   float* selection_score = nullptr;   // (n) u = s + token-choice bias
   int32_t* times_selected = nullptr;  // (n) c of the running interval
@@ -68,35 +70,53 @@ inline int64_t logit_rows_per_chunk(int64_t n, int64_t vocab_size) {
 }
 
 enum class Use {
-  training,   // every layer keeps what its backward pass needs; top-k routing
-  inference,  // all layers use the same space, large enough for threshold routing, which may select any
-              // number of tokens
+  training,   // top-k routing
+  inference,  // also threshold routing, which may select any number of tokens; no backward pass
+};
+
+// What a layer does not keep for its backward pass. It is computed again there, from what is kept.
+enum class Recompute {
+  none,   // keeps all
+  ffn,    // not what its FFN computes
+  block,  // only what it works on
 };
 
 namespace detail {
 
+// Parts of a layer's tensors.
+struct LayerParts {
+  bool input, block, ffn;
+  LayerParts others() const { return {!input, !block, !ffn}; }
+};
+
+inline LayerParts parts_kept(Use use, Recompute recompute) {
+  if (use == Use::inference) return {false, false, false};
+  return {true, recompute != Recompute::block, recompute == Recompute::none};
+}
+
 // n: the layer's rows; of `all` tokens in B sequences.
 template <class floatX>
-LayerActivations<floatX> carve_layer(Arena& arena, const ModelConfig& c, const Layer& layer,
-                                     const LayerParameters& p, int64_t n, int64_t all, int64_t B) {
-  LayerActivations<floatX> a;
-  a.rows.n = n;
-  if (layer.routed) {
-    a.rows.row = arena.take<int32_t>(n);
-    a.rows.position = arena.take<int32_t>(n);
-    a.rows.offsets = arena.take<int64_t>(B + 1);
-    a.router_logit = arena.take<float>(n);
-    a.delta = arena.take<float>(n * c.dim);
+void carve_layer(Arena& arena, LayerActivations<floatX>& a, const LayerParts& parts, const ModelConfig& c,
+                 const Layer& layer, const LayerParameters& p, int64_t n, int64_t all, int64_t B) {
+  if (parts.input) {
+    if (layer.routed) {
+      a.rows = {arena.take<int32_t>(n), arena.take<int32_t>(n), arena.take<int64_t>(B + 1), n};
+      a.router_logit = arena.take<float>(n);
+    }
+    a.x = arena.take<float>(n * c.dim);
   }
-  a.x = arena.take<float>(n * c.dim);
-  std::visit([&](const auto& kind) { a.attention = kind.template carve_saved<floatX>(arena, c, n, all); },
-             p.attention);
-  if (layer.ffn == Ffn::none) return a;
-  a.h = layer.attention == Attention::none ? a.x : arena.take<float>(n * c.dim);
-  a.ffn_norm = arena.take<floatX>(n * c.dim);
-  a.ffn_rstd = arena.take<float>(n);
-  std::visit([&](const auto& kind) { a.ffn = kind.template carve_saved<floatX>(arena, c, n); }, p.ffn);
-  return a;
+  if (parts.block) {
+    std::visit([&](const auto& kind) { a.attention = kind.template carve_saved<floatX>(arena, c, n, all); },
+               p.attention);
+    if (layer.ffn != Ffn::none) {
+      a.h = layer.attention == Attention::none ? a.x : arena.take<float>(n * c.dim);
+      a.ffn_norm = arena.take<floatX>(n * c.dim);
+      a.ffn_rstd = arena.take<float>(n);
+    }
+    if (layer.routed) a.delta = arena.take<float>(n * c.dim);
+  }
+  if (parts.ffn)
+    std::visit([&](const auto& kind) { a.ffn = kind.template carve_saved<floatX>(arena, c, n); }, p.ffn);
 }
 
 // The scratch of every kind in the table, once.
@@ -134,12 +154,48 @@ LayerScratch<floatX> carve_scratch(Arena& arena, const ModelConfig& c, const Par
   return s;
 }
 
+// The tensors of all layers: what each keeps, and one space for the rest of whichever is at work.
+template <class floatX>
+std::vector<LayerActivations<floatX>> carve_layers(Arena& arena, const ModelConfig& c, const LayerPlan& plan,
+                                                   const ParameterTable& table, const Rows& all_rows,
+                                                   int64_t B, int64_t T, Use use, Recompute recompute) {
+  const LayerParts kept = parts_kept(use, recompute);
+  const int64_t n = B * T;
+  std::vector<LayerActivations<floatX>> layers(plan.size());
+  auto carve = [&](size_t l, const LayerParts& parts) {
+    const int64_t rows = plan[l].routed && use == Use::training ? B * tokens_selected(c, T) : n;
+    carve_layer<floatX>(arena, layers[l], parts, c, plan[l], table.layers[l], rows, n, B);
+  };
+  for (const bool routed : {false, true}) {
+    arena.group(routed ? "saved by sparse layers" : "saved by dense layers");
+    for (size_t l = 0; l < plan.size(); l++) {
+      if (plan[l].routed == routed) carve(l, kept);
+    }
+  }
+
+  arena.group("layer at work (one space for all)");
+  float* dense_delta = arena.take<float>(n * c.dim);
+  const int64_t begin = arena.used();
+  int64_t end = begin;
+  for (size_t l = 0; l < plan.size(); l++) {
+    arena.rewind(begin);
+    carve(l, kept.others());
+    end = std::max(end, arena.used());
+    if (plan[l].routed) continue;
+    layers[l].rows = all_rows;
+    layers[l].delta = dense_delta;
+  }
+  arena.rewind(end);
+  return layers;
+}
+
 }  // namespace detail
 
 // Carves everything for batches of up to B sequences of T tokens.
 template <class floatX>
 Activations<floatX> carve_activations(Arena& arena, const ModelConfig& c, const LayerPlan& plan,
-                                      const ParameterTable& table, int64_t B, int64_t T, Use use) {
+                                      const ParameterTable& table, int64_t B, int64_t T, Use use,
+                                      Recompute recompute = Recompute::none) {
   const bool training = use == Use::training;
   const int64_t n = B * T;
   Activations<floatX> a;
@@ -148,7 +204,6 @@ Activations<floatX> carve_activations(Arena& arena, const ModelConfig& c, const 
   a.targets = arena.take<int32_t>(n);
   a.stream = arena.take<float>(n * c.dim);
   a.all_rows = {arena.take<int32_t>(n), arena.take<int32_t>(n), arena.take<int64_t>(B + 1), n};
-  a.topk_offsets = arena.take<int64_t>(B + 1);
   a.score = arena.take<float>(n);
   a.selection_score = arena.take<float>(n);
   a.times_selected = arena.take<int32_t>(n);
@@ -168,36 +223,26 @@ Activations<floatX> carve_activations(Arena& arena, const ModelConfig& c, const 
   }
   a.scratch = detail::carve_scratch<floatX>(arena, c, table, n, training);
 
-  arena.group(training ? "saved by dense layers" : "layer (one space for all)");
-  float* dense_delta = arena.take<float>(n * c.dim);
-  const int64_t layers_begin = arena.used();
-  int64_t layers_end = layers_begin;
-  for (int pass = 0; pass < 2; pass++) {  // dense layers first: one group of bytes each
-    if (pass == 1 && training) arena.group("saved by sparse layers");
-    if (pass == 0) a.layers.resize(plan.size());
-    for (size_t l = 0; l < plan.size(); l++) {
-      if (plan[l].routed != (pass == 1)) continue;
-      if (!training) arena.rewind(layers_begin);
-      const int64_t rows = plan[l].routed && training ? B * tokens_selected(c, T) : n;
-      a.layers[l] = detail::carve_layer<floatX>(arena, c, plan[l], table.layers[l], rows, n, B);
-      if (!plan[l].routed) {
-        a.layers[l].rows = a.all_rows;
-        a.layers[l].delta = dense_delta;
-      }
-      layers_end = std::max(layers_end, arena.used());
-    }
-  }
-  arena.rewind(layers_end);
+  a.layers = detail::carve_layers<floatX>(arena, c, plan, table, a.all_rows, B, T, use, recompute);
   return a;
 }
 
 // Bytes of the arena, by group, before anything is allocated.
 template <class floatX>
-Arena measure_activations(const ModelConfig& c, int64_t B, int64_t T, Use use) {
+Arena measure_activations(const ModelConfig& c, int64_t B, int64_t T, Use use,
+                          Recompute recompute = Recompute::none) {
   Arena arena;
   const LayerPlan plan = make_layer_plan(c);
-  carve_activations<floatX>(arena, c, plan, make_parameter_table(c, plan), B, T, use);
+  carve_activations<floatX>(arena, c, plan, make_parameter_table(c, plan), B, T, use, recompute);
   return arena;
+}
+
+// Of a model on batches of up to B sequences. Evaluation happens between training steps, in the same memory.
+template <class floatX>
+int64_t arena_bytes(const ModelConfig& c, int64_t B, Use use, Recompute recompute) {
+  const int64_t inference = measure_activations<floatX>(c, B, c.seq_len, Use::inference).used();
+  if (use == Use::inference) return inference;
+  return std::max(inference, measure_activations<floatX>(c, B, c.seq_len, use, recompute).used());
 }
 
 }  // namespace xmod

@@ -33,8 +33,10 @@ class Model {
 
   // Allocates for batches of up to max_batch sequences of up to config.seq_len tokens. Weights are zero until
   // initialise() or a checkpoint fills them.
-  Model(Backend& backend, const ModelConfig& config, int64_t max_batch, Use use)
+  Model(Backend& backend, const ModelConfig& config, int64_t max_batch, Use use,
+        Recompute recompute = Recompute::none)
       : config(config),
+        recompute(recompute),
         plan(make_layer_plan(config)),
         table(make_parameter_table(config, plan)),
         sparse_layers(count_sparse(plan)),
@@ -44,7 +46,7 @@ class Model {
         buffers_(backend, table.buffers_total),
         step_sums_(backend, table.step_sums_total),
         rope_(backend, config.seq_len * config.head_dim),
-        arena_(backend, arena_bytes(config, max_batch, use)),
+        arena_(backend, arena_bytes<floatX>(config, max_batch, use, recompute)),
         max_batch_(max_batch),
         ctx_{be_,
              this->config,
@@ -70,7 +72,7 @@ class Model {
       } else {
         fill_normal(out, p.size, init_std(p), seed, stream_of(p.name));
       }
-      be_.to_device(params_.data() + p.offset, out, p.size);
+      be_.to_device(params() + p.offset, out, p.size);
     }
   }
 
@@ -123,10 +125,9 @@ class Model {
       cache.length[b] += static_cast<int32_t>(offsets[b + 1] - offsets[b]);
     }
     be_.to_device(act_->targets, last.data(), B_);
-    be_.rmsnorm_forward(act_->final_norm, act_->final_rstd, act_->stream, weight(table.final_norm), n_, d,
-                        eps());
-    be_.gather(act_->stream, act_->final_norm, act_->targets, B_, d);
-    write_logits(out, act_->stream, B_);
+    be_.gather_rmsnorm_forward(act_->layers[0].x, act_->final_norm, act_->final_rstd, act_->stream,
+                               weight(table.final_norm), act_->targets, B_, d, eps());
+    write_logits(out, act_->final_norm, B_);
   }
 
   // Closes a training step: moves what training moves without a gradient, by the sums over its
@@ -144,7 +145,11 @@ class Model {
 
   void zero_gradients() { be_.zero(grads_.data(), table.total); }
 
-  float* params() const { return params_.data(); }       // (table.total)
+  // (table.total). Who asks may write to them, so the next batch takes the weights of its products anew.
+  float* params() const {
+    params_in_use_ = false;
+    return params_.data();
+  }
   float* grads() const { return grads_.data(); }         // (table.total)
   float* buffers() const { return buffers_.data(); }     // (table.buffers_total)
   float* thresholds() const { return buffers_.data(); }  // (sparse_layers) tau
@@ -157,6 +162,7 @@ class Model {
   std::function<void(int64_t layer, const Rows& rows)> on_selection;
 
   const ModelConfig config;
+  const Recompute recompute;
   const LayerPlan plan;
   const ParameterTable table;
   const int64_t sparse_layers;
@@ -164,16 +170,9 @@ class Model {
  private:
   static constexpr double kThresholdDecay = 0.99;
 
-  // Evaluation happens between training steps, in the same memory.
-  static int64_t arena_bytes(const ModelConfig& c, int64_t max_batch, Use use) {
-    const int64_t inference = measure_activations<floatX>(c, max_batch, c.seq_len, Use::inference).used();
-    if (use == Use::inference) return inference;
-    return std::max(inference, measure_activations<floatX>(c, max_batch, c.seq_len, Use::training).used());
-  }
-
   Activations<floatX> carve(Use use) {
     Arena arena(arena_.data());
-    return carve_activations<floatX>(arena, config, plan, table, max_batch_, config.seq_len, use);
+    return carve_activations<floatX>(arena, config, plan, table, max_batch_, config.seq_len, use, recompute);
   }
 
   std::optional<double> constant_init(const Parameter& p) const {
@@ -221,7 +220,6 @@ class Model {
     be_.to_device(act.tokens, tokens, n_);
     be_.to_device(act.targets, targets, n_);
     be_.uniform_offsets(act.all_rows.offsets, B, T);
-    be_.uniform_offsets(act.topk_offsets, B, C_);
     start_rows(nullptr);
   }
 
@@ -241,6 +239,8 @@ class Model {
   void start_rows(const int32_t* position) {
     Rows& all = act_->all_rows;
     all.n = n_;
+    if (!params_in_use_) be_.use_parameters(params_.data(), table.total);
+    params_in_use_ = true;
     be_.fill_sequence(all.row, n_);
     be_.fill_positions(all.position, all.offsets, position, B_);
     ctx_.B = B_;
@@ -265,11 +265,13 @@ class Model {
     } else {
       a.rows.n = n_;
     }
-    with_kind<floatX>(p.attention, a.attention, act_->scratch.attention,
-                      [&](const auto& attention, auto& saved, auto& scratch) {
-                        attention.forward(ctx_, saved, scratch, a.x, a.delta, a.rows);
-                      });
-    if (plan[l].ffn != Ffn::none) ffn_part_forward(a, p);
+    attend(a, p);
+    project_attention(a, p);
+    if (plan[l].ffn != Ffn::none) {
+      normalise_for_ffn(a, p);
+      activate_ffn(a, p);
+      project_ffn(a, p);
+    }
     be_.gated_scatter_forward(act_->stream, a.delta, a.router_logit,
                               gated(p) ? weight(p.residual_gate) : nullptr, a.rows.row, a.rows.n, config.dim);
   }
@@ -279,31 +281,65 @@ class Model {
     const Layer& layer = plan[l];
     LayerActivations<floatX>& a = act_->layers[l];
     if (layer.depth_in_interval == 0) be_.zero(act_->times_selected, n_);
-    be_.router_forward(act_->score, act_->stream, weight(table.layers[l].router), n_, config.dim, eps());
-    be_.token_bias_forward(
-        act_->selection_score, act_->score, act_->times_selected, static_cast<float>(token_bias(config)),
-        static_cast<float>(layer.depth_in_interval) / static_cast<float>(config.token_sparsity), n_);
+    const float* router = weight(table.layers[l].router);
+    const float gamma = static_cast<float>(token_bias(config));
+    const float expected =
+        static_cast<float>(layer.depth_in_interval) / static_cast<float>(config.token_sparsity);
     if (routing == Routing::topk) {
       a.rows.n = B_ * C_;
-      be_.copy(a.rows.offsets, act_->topk_offsets, B_ + 1);
-      be_.select_topk(a.rows.row, act_->kth_score + layer.sparse_index * B_, act_->selection_score, B_, T_,
-                      C_);
+      be_.route_topk(a.rows.row, a.rows.position, a.rows.offsets, a.router_logit,
+                     act_->kth_score + layer.sparse_index * B_, act_->score, act_->selection_score,
+                     act_->times_selected, act_->stream, router, act_->all_rows.position, gamma, expected, B_,
+                     T_, C_, config.dim, eps());
     } else {
+      be_.router_forward(act_->score, act_->stream, router, n_, config.dim, eps());
+      be_.token_bias_forward(act_->selection_score, act_->score, act_->times_selected, gamma, expected, n_);
       a.rows.n = be_.select_threshold(a.rows.row, a.rows.offsets, act_->selection_score,
                                       thresholds() + layer.sparse_index, act_->all_rows.offsets, B_);
+      be_.gather_ints(a.rows.position, act_->all_rows.position, a.rows.row, a.rows.n);
+      be_.count_selected(a.router_logit, act_->times_selected, act_->score, a.rows.row, a.rows.n);
     }
-    be_.gather_ints(a.rows.position, act_->all_rows.position, a.rows.row, a.rows.n);
-    be_.count_selected(a.router_logit, act_->times_selected, act_->score, a.rows.row, a.rows.n);
     if (on_selection) on_selection(layer.number, a.rows);
   }
 
-  // delta += FFN(RMSNorm(x + delta))
-  void ffn_part_forward(LayerActivations<floatX>& a, const LayerParameters& p) {
+  // The parts of a layer, in their order. With h = x + Attn(RMSNorm(x)), delta becomes Attn(RMSNorm(x)), then
+  // Attn(RMSNorm(x)) + FFN(RMSNorm(h)).
+
+  void attend(LayerActivations<floatX>& a, const LayerParameters& p) {
+    with_attention(a, p,
+                   [&](const auto& kind, auto& saved, auto&) { kind.attend(ctx_, saved, a.x, a.rows); });
+  }
+
+  void project_attention(LayerActivations<floatX>& a, const LayerParameters& p) {
+    with_attention(a, p,
+                   [&](const auto& kind, auto& saved, auto&) { kind.project(ctx_, saved, a.delta, a.rows); });
+  }
+
+  void normalise_for_ffn(LayerActivations<floatX>& a, const LayerParameters& p) {
     be_.residual_rmsnorm_forward(a.h, a.ffn_norm, a.ffn_rstd, a.x, a.delta,
                                  weight(p.post_attention_layernorm), a.rows.n, config.dim, eps());
-    with_kind<floatX>(p.ffn, a.ffn, act_->scratch.ffn, [&](const auto& ffn, auto& saved, auto& scratch) {
-      ffn.forward(ctx_, saved, scratch, a.delta, a.ffn_norm, a.rows.n);
+  }
+
+  void activate_ffn(LayerActivations<floatX>& a, const LayerParameters& p) {
+    with_ffn(a, p, [&](const auto& kind, auto& saved, auto& scratch) {
+      kind.activate(ctx_, saved, scratch, a.ffn_norm, a.rows.n);
     });
+  }
+
+  void project_ffn(LayerActivations<floatX>& a, const LayerParameters& p) {
+    with_ffn(a, p, [&](const auto& kind, auto& saved, auto& scratch) {
+      kind.project(ctx_, saved, scratch, a.delta, a.rows.n);
+    });
+  }
+
+  template <class Visit>
+  void with_attention(LayerActivations<floatX>& a, const LayerParameters& p, Visit visit) {
+    with_kind<floatX>(p.attention, a.attention, act_->scratch.attention, visit);
+  }
+
+  template <class Visit>
+  void with_ffn(LayerActivations<floatX>& a, const LayerParameters& p, Visit visit) {
+    with_kind<floatX>(p.ffn, a.ffn, act_->scratch.ffn, visit);
   }
 
   // Walks the rows in chunks so that only (logit_rows, V) logits exist; returns the mean loss.
@@ -353,6 +389,7 @@ class Model {
   // --- backward ---
 
   void backward_layers() {
+    ctx_.step_sums = nullptr;  // what is computed again has been counted
     for (size_t l = plan.size(); l-- > 0;) layer_backward(l);
     be_.encoder_backward(gradient(table.embed_tokens), act_->dstream, act_->tokens, n_, config.vocab_size,
                          config.dim);
@@ -360,20 +397,21 @@ class Model {
 
   void layer_backward(size_t l) {
     const LayerParameters& p = table.layers[l];
-    const LayerActivations<floatX>& a = act_->layers[l];
-    LayerScratch<floatX>& g = act_->scratch;
+    LayerActivations<floatX>& a = act_->layers[l];
+    const LayerScratch<floatX>& g = act_->scratch;
+    if (restores_stream_) restore_stream(a);
+    recompute_layer(l);
     be_.gated_scatter_backward(
         g.ddelta, g.dlogit, gated(p) ? gradient(p.residual_gate) : nullptr, act_->dstream, a.delta,
         a.router_logit, gated(p) ? weight(p.residual_gate) : nullptr, a.rows.row, a.rows.n, config.dim);
     if (plan[l].ffn != Ffn::none) {
-      ffn_part_backward(a, p, g);
+      ffn_part_backward(a, p);
     } else {
       be_.zero(g.dx, a.rows.n * config.dim);
     }
-    with_kind<floatX>(p.attention, a.attention, g.attention,
-                      [&](const auto& attention, const auto& saved, auto& scratch) {
-                        attention.backward(ctx_, saved, scratch, g.dx, g.ddelta, a.x, a.rows);
-                      });
+    with_attention(a, p, [&](const auto& kind, const auto& saved, const auto& scratch) {
+      kind.backward(ctx_, saved, scratch, g.dx, g.ddelta, a.x, a.rows);
+    });
     if (plan[l].routed) {
       be_.router_backward(g.dx, gradient(p.router), g.dlogit, a.x, weight(p.router), a.rows.n, config.dim,
                           eps());
@@ -381,11 +419,40 @@ class Model {
     be_.scatter_add(act_->dstream, g.dx, a.rows.row, a.rows.n, config.dim);
   }
 
+  // Walks the stream back to what it was before the layer, which kept the rows that it then changed.
+  void restore_stream(const LayerActivations<floatX>& a) {
+    be_.scatter_rows(act_->stream, a.x, config.dim, a.rows.row, a.rows.n, config.dim);
+  }
+
+  // Whether a backward pass reads the stream itself and not only the layer's rows of it.
+  static bool has_selected_q(const LayerPlan& plan) {
+    return std::any_of(plan.begin(), plan.end(),
+                       [](const Layer& layer) { return layer.attention == Attention::selected_q; });
+  }
+
+  // Computes what layer l did not keep, from the stream as it was before the layer. Its rows and their router
+  // logits it kept: a selection is made once. Only a sparse layer's gate needs delta.
+  void recompute_layer(size_t l) {
+    const LayerParameters& p = table.layers[l];
+    LayerActivations<floatX>& a = act_->layers[l];
+    const bool has_ffn = plan[l].ffn != Ffn::none;
+    if (recompute == Recompute::none) return;
+    if (recompute == Recompute::block) {
+      attend(a, p);
+      if (has_ffn) {
+        project_attention(a, p);
+        normalise_for_ffn(a, p);
+      }
+    }
+    if (has_ffn) activate_ffn(a, p);
+    if (recompute == Recompute::block && plan[l].routed) project_ffn(a, p);
+  }
+
   // From ddelta: the FFN's gradients; dx = d(h); ddelta += d(h), since h = x + delta before the FFN.
-  void ffn_part_backward(const LayerActivations<floatX>& a, const LayerParameters& p,
-                         LayerScratch<floatX>& g) {
-    with_kind<floatX>(p.ffn, a.ffn, g.ffn, [&](const auto& ffn, const auto& saved, auto& scratch) {
-      ffn.backward(ctx_, saved, scratch, Gradient::write, g.dnorm, g.ddelta, a.ffn_norm, a.rows.n);
+  void ffn_part_backward(LayerActivations<floatX>& a, const LayerParameters& p) {
+    const LayerScratch<floatX>& g = act_->scratch;
+    with_ffn(a, p, [&](const auto& kind, const auto& saved, const auto& scratch) {
+      kind.backward(ctx_, saved, scratch, Gradient::write, g.dnorm, g.ddelta, a.ffn_norm, a.rows.n);
     });
     be_.residual_rmsnorm_backward(g.dx, g.ddelta, gradient(p.post_attention_layernorm), g.dnorm, a.h,
                                   weight(p.post_attention_layernorm), a.ffn_rstd, a.rows.n, config.dim);
@@ -420,6 +487,8 @@ class Model {
   DeviceBuffer<Backend, float> rope_;       // (T, hd/2) cosines, then (T, hd/2) sines
   DeviceBuffer<Backend, unsigned char> arena_;
   int64_t max_batch_;
+  mutable bool params_in_use_ = false;  // by the backend's products, as they are
+  const bool restores_stream_ = recompute == Recompute::block || has_selected_q(plan);
   int64_t step_tokens_ = 0;  // trained on in the running step
   LayerContext<Backend> ctx_;
   Activations<floatX> training_, inference_;

@@ -38,11 +38,12 @@ struct LayerContext {
   // The keys and values that the tokens `rows` attend to: their own, behind those of a cache if there is one.
   KeysValues<floatX> keys_values(const floatX* k, const floatX* v, int64_t v_stride, const Rows& rows) const {
     if (cache) return cache->append(k, v, v_stride, rows);
-    return {k, v, v_stride, nullptr, rows.offsets};
+    return {k, v, v_stride, nullptr, rows.offsets, rows.n};
   }
 
-  // dinp = dout W (or added to it), dW += dout^T inp
-  void matmul_backward(Gradient mode, floatX* dinp, int64_t matrix, const floatX* dout, const floatX* inp,
+  // dinp = dout W (or added to it), dW += dout^T inp; a router's dout is fp32
+  template <class T>
+  void matmul_backward(Gradient mode, floatX* dinp, int64_t matrix, const T* dout, const floatX* inp,
                        int64_t n, int64_t C, int64_t OC) const {
     if (mode == Gradient::write) {
       be.matmul_backward(dinp, gradient(matrix), dout, inp, weight(matrix), n, C, OC);

@@ -68,14 +68,13 @@ struct Deco {
   template <class floatX>
   struct Saved {
     ExpertGroups groups;
-    float* logit = nullptr;      // (n, E)
-    float* weight = nullptr;     // (n, E) scale * p
-    float* entropy = nullptr;    // (n)
-    floatX* up = nullptr;        // (pairs, expert_dim) u of the active pairs
-    floatX* mean = nullptr;      // (n) mean of u over all experts
-    float* rstd = nullptr;       // (pairs)
-    floatX* act = nullptr;       // (pairs, expert_dim)
-    floatX* weighted = nullptr;  // (pairs, expert_dim) weight * act
+    float* logit = nullptr;    // (n, E)
+    float* weight = nullptr;   // (n, E) scale * p
+    float* entropy = nullptr;  // (n)
+    floatX* up = nullptr;      // (pairs, expert_dim) u of the active pairs
+    float* mean = nullptr;     // (n) mean of u over all experts
+    float* rstd = nullptr;     // (pairs)
+    floatX* act = nullptr;     // (pairs, expert_dim)
     Swiglu::Saved<floatX> shared;
   };
 
@@ -89,26 +88,21 @@ struct Deco {
     a.weight = arena.take<float>(n * c.experts);
     a.entropy = arena.take<float>(n);
     a.up = arena.take<floatX>(pairs * c.expert_dim);
-    a.mean = arena.take<floatX>(n);
+    a.mean = arena.take<float>(n);
     a.rstd = arena.take<float>(pairs);
     a.act = arena.take<floatX>(pairs * c.expert_dim);
-    a.weighted = arena.take<floatX>(pairs * c.expert_dim);
     if (c.shared_experts > 0) a.shared = shared.carve_saved<floatX>(arena, c, n);
     return a;
   }
 
   template <class floatX>
   struct Scratch {
-    floatX* grouped = nullptr;    // (pairs, d) inputs, then outputs, of the experts
-    floatX* mean_row = nullptr;   // (d) mean row of W_up
-    floatX* dgrouped = nullptr;   // (pairs, d)
-    floatX* dweighted = nullptr;  // (pairs, expert_dim)
-    floatX* dact = nullptr;       // (pairs, expert_dim)
+    ExpertScratch<floatX> experts;
+    float* mean_row = nullptr;    // (d) mean row of W_up
     floatX* dup = nullptr;        // (pairs, expert_dim)
     float* dpair_mean = nullptr;  // (pairs) gradient of the token's mean from each pair
     float* dmean = nullptr;       // (n)
-    floatX* dmean_row = nullptr;  // (d)
-    float* dweight = nullptr;     // (n, E)
+    float* dmean_row = nullptr;   // (d)
     float* dlogit = nullptr;      // (n, E)
     Swiglu::Scratch<floatX> shared;
   };
@@ -117,26 +111,22 @@ struct Deco {
   Scratch<floatX> carve_scratch(Arena& arena, const ModelConfig& c, int64_t n, bool training) const {
     const int64_t pairs = n * c.experts;
     Scratch<floatX> s;
-    s.grouped = arena.take<floatX>(pairs * c.dim);
-    s.mean_row = arena.take<floatX>(c.dim);
+    s.experts = ExpertScratch<floatX>::carve(arena, c, n, pairs, training);
+    s.mean_row = arena.take<float>(c.dim);
     if (!training) return s;
-    s.dgrouped = arena.take<floatX>(pairs * c.dim);
-    s.dweighted = arena.take<floatX>(pairs * c.expert_dim);
-    s.dact = arena.take<floatX>(pairs * c.expert_dim);
     s.dup = arena.take<floatX>(pairs * c.expert_dim);
     s.dpair_mean = arena.take<float>(pairs);
     s.dmean = arena.take<float>(n);
-    s.dmean_row = arena.take<floatX>(c.dim);
-    s.dweight = arena.take<float>(n * c.experts);
+    s.dmean_row = arena.take<float>(c.dim);
     s.dlogit = arena.take<float>(n * c.experts);
     if (c.shared_experts > 0) s.shared = shared.carve_scratch<floatX>(arena, c, n, training);
     return s;
   }
 
-  // out (n, d) += FFN(inp), inp (n, d)
+  // From inp (n, d).
   template <class Backend, class floatX>
-  void forward(const LayerContext<Backend>& ctx, Saved<floatX>& a, const Scratch<floatX>& s, float* out,
-               const floatX* inp, int64_t n) const {
+  void activate(const LayerContext<Backend>& ctx, Saved<floatX>& a, const Scratch<floatX>& s,
+                const floatX* inp, int64_t n) const {
     const int64_t d = ctx.config.dim, E = ctx.config.experts, width = ctx.config.expert_dim;
     Backend& be = ctx.be;
     ExpertGroups& groups = a.groups;
@@ -146,14 +136,18 @@ struct Deco {
 
     be.column_mean(s.mean_row, ctx.weight(up_proj[0]), E * width, d);
     be.matmul_forward(a.mean, inp, s.mean_row, n, d, 1);
-    be.gather(s.grouped, inp, groups.row, groups.pairs, d);
-    groups.matmul_forward(ctx, a.up, s.grouped, up_proj, d, width);
+    groups.expand_forward(ctx, s.experts, a.up, inp, up_proj, width);
     be.norm_silu_forward(a.act, a.rstd, a.up, a.mean, ctx.weight(norm), groups.row, groups.pairs, width,
                          ctx.eps());
-    be.expert_weight_forward(a.weighted, a.act, a.weight, groups.row, groups.expert, groups.pairs, E, width);
-    groups.matmul_forward(ctx, s.grouped, a.weighted, down_proj, width, d);
-    be.sum_pairs_add(out, s.grouped, groups.slot, groups.slot_offsets, n, d);
-    if (shared.width > 0) shared.forward(ctx, a.shared, s.shared, out, inp, n);
+    if (shared.width > 0) shared.activate(ctx, a.shared, s.shared, inp, n);
+  }
+
+  // out (n, d) += the experts' outputs
+  template <class Backend, class floatX>
+  void project(const LayerContext<Backend>& ctx, const Saved<floatX>& a, const Scratch<floatX>& s, float* out,
+               int64_t n) const {
+    a.groups.project_forward(ctx, s.experts, out, a.act, a.weight, down_proj, n);
+    if (shared.width > 0) shared.project(ctx, a.shared, s.shared, out, n);
   }
 
   // From dout (n, d) and the entropy to dinp (n, d) and the gradients of every parameter.
@@ -163,20 +157,16 @@ struct Deco {
     const int64_t d = ctx.config.dim, E = ctx.config.experts, width = ctx.config.expert_dim;
     Backend& be = ctx.be;
     const ExpertGroups& groups = a.groups;
-    be.gather(s.dgrouped, dout, groups.row, groups.pairs, d);
-    groups.matmul_backward(ctx, s.dweighted, down_proj, s.dgrouped, a.weighted, width, d);
-    be.expert_weight_backward(s.dact, s.dweight, s.dweighted, a.act, a.weight, groups.row, groups.expert,
-                              groups.pairs, n, E, width);
-    be.norm_silu_backward(s.dup, s.dpair_mean, ctx.gradient(norm), s.dact, a.up, a.mean, a.rstd,
+    groups.project_backward(ctx, s.experts, dout, a.act, a.weight, down_proj, n);
+    be.norm_silu_backward(s.dup, s.dpair_mean, ctx.gradient(norm), s.experts.dact, a.up, a.mean, a.rstd,
                           ctx.weight(norm), groups.row, groups.pairs, width);
-    be.gather(s.grouped, inp, groups.row, groups.pairs, d);
-    groups.matmul_backward(ctx, s.dgrouped, up_proj, s.dup, s.grouped, d, width);
+    groups.expand_backward(ctx, s.experts, s.dup, inp, up_proj, width);
 
-    be.deco_route_backward(s.dlogit, ctx.gradient(scale), s.dweight, a.logit, ctx.weight(scale),
+    be.deco_route_backward(s.dlogit, ctx.gradient(scale), s.experts.dweight, a.logit, ctx.weight(scale),
                            ctx.buffers + lambda, ctx.dtoken / static_cast<float>(ctx.config.active_layers), n,
                            E);
     ctx.matmul_backward(mode, dinp, router, s.dlogit, inp, n, d, E);
-    be.sum_pairs_add(dinp, s.dgrouped, groups.slot, groups.slot_offsets, n, d);
+    be.sum_pairs_add(dinp, s.experts.dgrouped, groups.slot, groups.slot_offsets, n, d);
     mean_backward(ctx, s, groups, dinp, inp, n);
     if (shared.width > 0) shared.backward(ctx, a.shared, s.shared, Gradient::add, dinp, dout, inp, n);
   }

@@ -9,6 +9,30 @@
 
 namespace xmod {
 
+// Around the experts' matrices, shared by all layers: pairs of (token, expert) in the order of the experts.
+template <class floatX>
+struct ExpertScratch {
+  floatX* grouped = nullptr;    // (pairs, d) inputs, then outputs, of the experts
+  floatX* weighted = nullptr;   // (pairs, expert_dim) weight * act
+  floatX* dgrouped = nullptr;   // (pairs, d)
+  floatX* dweighted = nullptr;  // (pairs, expert_dim)
+  floatX* dact = nullptr;       // (pairs, expert_dim)
+  float* dweight = nullptr;     // (n, E)
+
+  static ExpertScratch carve(Arena& arena, const ModelConfig& c, int64_t n, int64_t most_pairs,
+                             bool training) {
+    ExpertScratch s;
+    s.grouped = arena.take<floatX>(most_pairs * c.dim);
+    s.weighted = arena.take<floatX>(most_pairs * c.expert_dim);
+    if (!training) return s;
+    s.dgrouped = arena.take<floatX>(most_pairs * c.dim);
+    s.dweighted = arena.take<floatX>(most_pairs * c.expert_dim);
+    s.dact = arena.take<floatX>(most_pairs * c.expert_dim);
+    s.dweight = arena.take<float>(n * c.experts);
+    return s;
+  }
+};
+
 // The (token, expert) pairs of a layer, in two orders: by expert, where the products run, and by token, where
 // their results are summed.
 struct ExpertGroups {
@@ -59,6 +83,49 @@ struct ExpertGroups {
       ctx.matmul_backward(Gradient::write, dinp + first * C, matrices[e], dout + first * OC, inp + first * C,
                           rows, C, OC);
     }
+  }
+
+  // out (pairs, OC) = W_up,e inp of each pair's token, inp (n, d)
+  template <class Backend, class floatX>
+  void expand_forward(const LayerContext<Backend>& ctx, const ExpertScratch<floatX>& s, floatX* out,
+                      const floatX* inp, const std::vector<int64_t>& up_proj, int64_t OC) const {
+    const int64_t d = ctx.config.dim;
+    ctx.be.gather(s.grouped, inp, row, pairs, d);
+    matmul_forward(ctx, out, s.grouped, up_proj, d, OC);
+  }
+
+  // From dout (pairs, OC): s.dgrouped, the gradient of each pair's input, and the gradients of the matrices.
+  template <class Backend, class floatX>
+  void expand_backward(const LayerContext<Backend>& ctx, const ExpertScratch<floatX>& s, const floatX* dout,
+                       const floatX* inp, const std::vector<int64_t>& up_proj, int64_t OC) const {
+    const int64_t d = ctx.config.dim;
+    ctx.be.gather(s.grouped, inp, row, pairs, d);
+    matmul_backward(ctx, s.dgrouped, up_proj, dout, s.grouped, d, OC);
+  }
+
+  // out (n, d) += the sum over a token's pairs of W_down,e (weight * act), act (pairs, expert_dim), weight
+  // (n, E)
+  template <class Backend, class floatX>
+  void project_forward(const LayerContext<Backend>& ctx, const ExpertScratch<floatX>& s, float* out,
+                       const floatX* act, const float* weight, const std::vector<int64_t>& down_proj,
+                       int64_t n) const {
+    const int64_t d = ctx.config.dim, E = ctx.config.experts, width = ctx.config.expert_dim;
+    ctx.be.expert_weight_forward(s.weighted, act, weight, row, expert, pairs, E, width);
+    matmul_forward(ctx, s.grouped, s.weighted, down_proj, width, d);
+    ctx.be.sum_pairs_add(out, s.grouped, slot, slot_offsets, n, d);
+  }
+
+  // From dout (n, d): s.dact, s.dweight and the gradients of the matrices.
+  template <class Backend, class floatX>
+  void project_backward(const LayerContext<Backend>& ctx, const ExpertScratch<floatX>& s, const floatX* dout,
+                        const floatX* act, const float* weight, const std::vector<int64_t>& down_proj,
+                        int64_t n) const {
+    const int64_t d = ctx.config.dim, E = ctx.config.experts, width = ctx.config.expert_dim;
+    ctx.be.expert_weight_forward(s.weighted, act, weight, row, expert, pairs, E, width);
+    ctx.be.gather(s.dgrouped, dout, row, pairs, d);
+    matmul_backward(ctx, s.dweighted, down_proj, s.dgrouped, s.weighted, width, d);
+    ctx.be.expert_weight_backward(s.dact, s.dweight, s.dweighted, act, weight, row, expert, pairs, n, E,
+                                  width);
   }
 };
 

@@ -9,11 +9,14 @@
 //                cache_share()
 //   activations  Saved, carve_saved(): what a layer keeps for its backward pass;
 //                Scratch, carve_scratch(): what all layers of the kind share
-//   passes       forward(), backward(), of passes that the backends supply. An attention fills x and delta,
-//   takes
-//                the keys that it attends to from ctx.keys_values(), and adds to dx; an FFN adds to its
-//                output, and writes or adds to the gradient of its input. An FFN also has close_step(): what
-//                it moves behind a training step without a gradient
+//   passes       forward in two halves, so that a layer can compute again what it did not keep
+//   (xmod/activations.h,
+//                Recompute): first all that is Saved, then what only the next layers need, the last product.
+//                An attention: attend() fills x and Saved, from the stream and the keys that
+//                ctx.keys_values() gives; project() writes delta. An FFN: activate() fills Saved; project()
+//                adds to its output. backward(), with the stream as it was before the layer. An attention
+//                adds to dx; an FFN writes or adds to the gradient of its input. An FFN also has
+//                close_step(): what it moves behind a training step without a gradient
 // and is listed below: in the enum, the variant and the switch. An FFN with experts has a step sum `loads` of
 // config.experts numbers. An architecture puts kinds in order in make_layer_plan (xmod_common.h).
 #pragma once
@@ -56,9 +59,11 @@ struct NoAttention {
   }
 
   template <class Backend, class floatX>
-  void forward(const LayerContext<Backend>& ctx, Saved<floatX>&, const Scratch<floatX>&, float* x,
-               float* delta, const Rows& rows) const {
+  void attend(const LayerContext<Backend>& ctx, Saved<floatX>&, float* x, const Rows& rows) const {
     ctx.be.gather(x, ctx.stream, rows.row, rows.n, ctx.config.dim);
+  }
+  template <class Backend, class floatX>
+  void project(const LayerContext<Backend>& ctx, const Saved<floatX>&, float* delta, const Rows& rows) const {
     ctx.be.zero(delta, rows.n * ctx.config.dim);
   }
   template <class Backend, class floatX>
@@ -86,7 +91,10 @@ struct NoFfn {
   }
 
   template <class Backend, class floatX>
-  void forward(const LayerContext<Backend>&, Saved<floatX>&, const Scratch<floatX>&, float*, const floatX*,
+  void activate(const LayerContext<Backend>&, Saved<floatX>&, const Scratch<floatX>&, const floatX*,
+                int64_t) const {}
+  template <class Backend, class floatX>
+  void project(const LayerContext<Backend>&, const Saved<floatX>&, const Scratch<floatX>&, float*,
                int64_t) const {}
   template <class Backend, class floatX>
   void backward(const LayerContext<Backend>&, const Saved<floatX>&, const Scratch<floatX>&, Gradient, floatX*,

@@ -60,11 +60,10 @@ struct Moe {
   template <class floatX>
   struct Saved {
     ExpertGroups groups;
-    float* score = nullptr;      // (n, E)
-    float* weight = nullptr;     // (n, E) 0 where not chosen
-    floatX* gate_up = nullptr;   // (pairs, 2 expert_dim)
-    floatX* act = nullptr;       // (pairs, expert_dim)
-    floatX* weighted = nullptr;  // (pairs, expert_dim) weight * act
+    float* score = nullptr;     // (n, E)
+    float* weight = nullptr;    // (n, E) 0 where not chosen
+    floatX* gate_up = nullptr;  // (pairs, 2 expert_dim)
+    floatX* act = nullptr;      // (pairs, expert_dim)
     std::vector<Swiglu::Saved<floatX>> shared;
   };
 
@@ -77,20 +76,15 @@ struct Moe {
     a.weight = arena.take<float>(n * c.experts);
     a.gate_up = arena.take<floatX>(pairs * 2 * c.expert_dim);
     a.act = arena.take<floatX>(pairs * c.expert_dim);
-    a.weighted = arena.take<floatX>(pairs * c.expert_dim);
     for (const Swiglu& expert : shared) a.shared.push_back(expert.carve_saved<floatX>(arena, c, n));
     return a;
   }
 
   template <class floatX>
   struct Scratch {
-    floatX* grouped = nullptr;    // (pairs, d) inputs, then outputs, of the experts
-    floatX* dgrouped = nullptr;   // (pairs, d)
-    floatX* dweighted = nullptr;  // (pairs, expert_dim)
-    floatX* dact = nullptr;       // (pairs, expert_dim)
-    floatX* dgate_up = nullptr;   // (pairs, 2 expert_dim)
-    float* dweight = nullptr;     // (n, E)
-    float* dlogit = nullptr;      // (n, E)
+    ExpertScratch<floatX> experts;
+    floatX* dgate_up = nullptr;  // (pairs, 2 expert_dim)
+    float* dlogit = nullptr;     // (n, E)
     Swiglu::Scratch<floatX> shared;
   };
 
@@ -98,22 +92,18 @@ struct Moe {
   Scratch<floatX> carve_scratch(Arena& arena, const ModelConfig& c, int64_t n, bool training) const {
     const int64_t pairs = n * c.experts_per_token;
     Scratch<floatX> s;
-    s.grouped = arena.take<floatX>(pairs * c.dim);
+    s.experts = ExpertScratch<floatX>::carve(arena, c, n, pairs, training);
     if (!training) return s;
-    s.dgrouped = arena.take<floatX>(pairs * c.dim);
-    s.dweighted = arena.take<floatX>(pairs * c.expert_dim);
-    s.dact = arena.take<floatX>(pairs * c.expert_dim);
     s.dgate_up = arena.take<floatX>(pairs * 2 * c.expert_dim);
-    s.dweight = arena.take<float>(n * c.experts);
     s.dlogit = arena.take<float>(n * c.experts);
     if (!shared.empty()) s.shared = shared[0].carve_scratch<floatX>(arena, c, n, training);
     return s;
   }
 
-  // out (n, d) += FFN(inp), inp (n, d)
+  // From inp (n, d).
   template <class Backend, class floatX>
-  void forward(const LayerContext<Backend>& ctx, Saved<floatX>& a, const Scratch<floatX>& s, float* out,
-               const floatX* inp, int64_t n) const {
+  void activate(const LayerContext<Backend>& ctx, Saved<floatX>& a, const Scratch<floatX>& s,
+                const floatX* inp, int64_t n) const {
     const int64_t d = ctx.config.dim, E = ctx.config.experts, width = ctx.config.expert_dim;
     Backend& be = ctx.be;
     ExpertGroups& groups = a.groups;
@@ -121,14 +111,17 @@ struct Moe {
     be.moe_route_forward(groups.chosen, a.weight, a.score, ctx.buffers + bias, n, E,
                          ctx.config.experts_per_token);
     groups.group(ctx, n, E, loads);
-
-    be.gather(s.grouped, inp, groups.row, groups.pairs, d);
-    groups.matmul_forward(ctx, a.gate_up, s.grouped, gate_proj, d, 2 * width);
+    groups.expand_forward(ctx, s.experts, a.gate_up, inp, gate_proj, 2 * width);
     be.swiglu_forward(a.act, a.gate_up, groups.pairs, width);
-    be.expert_weight_forward(a.weighted, a.act, a.weight, groups.row, groups.expert, groups.pairs, E, width);
-    groups.matmul_forward(ctx, s.grouped, a.weighted, down_proj, width, d);
-    be.sum_pairs_add(out, s.grouped, groups.slot, groups.slot_offsets, n, d);
-    for (size_t e = 0; e < shared.size(); e++) shared[e].forward(ctx, a.shared[e], s.shared, out, inp, n);
+    for (size_t e = 0; e < shared.size(); e++) shared[e].activate(ctx, a.shared[e], s.shared, inp, n);
+  }
+
+  // out (n, d) += the experts' outputs
+  template <class Backend, class floatX>
+  void project(const LayerContext<Backend>& ctx, const Saved<floatX>& a, const Scratch<floatX>& s, float* out,
+               int64_t n) const {
+    a.groups.project_forward(ctx, s.experts, out, a.act, a.weight, down_proj, n);
+    for (size_t e = 0; e < shared.size(); e++) shared[e].project(ctx, a.shared[e], s.shared, out, n);
   }
 
   // From dout (n, d) to dinp (n, d) and the gradients of the matrices and the router; none through the
@@ -139,17 +132,13 @@ struct Moe {
     const int64_t d = ctx.config.dim, E = ctx.config.experts, width = ctx.config.expert_dim;
     Backend& be = ctx.be;
     const ExpertGroups& groups = a.groups;
-    be.gather(s.dgrouped, dout, groups.row, groups.pairs, d);
-    groups.matmul_backward(ctx, s.dweighted, down_proj, s.dgrouped, a.weighted, width, d);
-    be.expert_weight_backward(s.dact, s.dweight, s.dweighted, a.act, a.weight, groups.row, groups.expert,
-                              groups.pairs, n, E, width);
-    be.swiglu_backward(s.dgate_up, s.dact, a.gate_up, groups.pairs, width);
-    be.gather(s.grouped, inp, groups.row, groups.pairs, d);
-    groups.matmul_backward(ctx, s.dgrouped, gate_proj, s.dgate_up, s.grouped, d, 2 * width);
+    groups.project_backward(ctx, s.experts, dout, a.act, a.weight, down_proj, n);
+    be.swiglu_backward(s.dgate_up, s.experts.dact, a.gate_up, groups.pairs, width);
+    groups.expand_backward(ctx, s.experts, s.dgate_up, inp, gate_proj, 2 * width);
 
-    be.moe_route_backward(s.dlogit, s.dweight, a.weight, a.score, groups.chosen, n, E);
+    be.moe_route_backward(s.dlogit, s.experts.dweight, a.weight, a.score, groups.chosen, n, E);
     ctx.matmul_backward(mode, dinp, router, s.dlogit, inp, n, d, E);
-    be.sum_pairs_add(dinp, s.dgrouped, groups.slot, groups.slot_offsets, n, d);
+    be.sum_pairs_add(dinp, s.experts.dgrouped, groups.slot, groups.slot_offsets, n, d);
     for (size_t e = 0; e < shared.size(); e++)
       shared[e].backward(ctx, a.shared[e], s.shared, Gradient::add, dinp, dout, inp, n);
   }

@@ -17,8 +17,7 @@ struct SelectedQAttention : AttentionParameters {
 
   template <class floatX>
   struct Saved {
-    float* all_x = nullptr;      // (B*T, d) the stream before the layer
-    floatX* all_norm = nullptr;  // (B*T, d) its RMSNorm
+    floatX* all_norm = nullptr;  // (B*T, d) RMSNorm of the stream before the layer
     float* all_rstd = nullptr;   // (B*T)
     floatX* kv = nullptr;        // (B*T, 2*KV*hd) projections; v is used from here
     floatX* k = nullptr;         // (B*T, KV*hd) after QK-norm and RoPE
@@ -35,7 +34,6 @@ struct SelectedQAttention : AttentionParameters {
   template <class floatX>
   Saved<floatX> carve_saved(Arena& arena, const ModelConfig& c, int64_t n, int64_t all) const {
     Saved<floatX> a;
-    a.all_x = arena.take<float>(all * c.dim);
     a.all_norm = arena.take<floatX>(all * c.dim);
     a.all_rstd = arena.take<float>(all);
     a.kv = arena.take<floatX>(all * 2 * c.kv_dim());
@@ -72,15 +70,14 @@ struct SelectedQAttention : AttentionParameters {
             arena.take<floatX>(n * c.dim)};
   }
 
-  // x (n, d) = the rows of the stream, delta (n, d) = Attn(RMSNorm(x); keys and values of all tokens)
+  // x (n, d) = the rows of the stream, attended to all rows of it.
   template <class Backend, class floatX>
-  void forward(const LayerContext<Backend>& ctx, Saved<floatX>& a, const Scratch<floatX>&, float* x,
-               float* delta, const Rows& rows) const {
+  void attend(const LayerContext<Backend>& ctx, Saved<floatX>& a, float* x, const Rows& rows) const {
     const ModelConfig& c = ctx.config;
     Backend& be = ctx.be;
     const Rows& all = ctx.all_rows;
-    be.gather_rmsnorm_forward(a.all_x, a.all_norm, a.all_rstd, ctx.stream, ctx.weight(input_layernorm),
-                              all.row, all.n, c.dim, ctx.eps());
+    be.rmsnorm_forward(a.all_norm, a.all_rstd, ctx.stream, ctx.weight(input_layernorm), all.n, c.dim,
+                       ctx.eps());
     be.matmul_forward(a.kv, a.all_norm, ctx.weight(k_proj), all.n, c.dim, 2 * c.kv_dim());
     be.qk_norm_rope_forward(nullptr, a.k, a.k_rstd, a.kv, nullptr, ctx.weight(k_norm), ctx.rope, all.position,
                             all.n, c.seq_len, 0, c.kv_heads, c.head_dim, ctx.eps());
@@ -98,8 +95,7 @@ struct SelectedQAttention : AttentionParameters {
       own_key = a.own_key;
     }
     be.attention_forward(a.attn, a.lse, a.q, kv.k, kv.v, kv.v_stride, own_key, rows.offsets, kv.offsets,
-                         ctx.B, c.heads, c.kv_heads, c.head_dim);
-    be.matmul_forward(delta, a.attn, ctx.weight(o_proj), rows.n, c.q_dim(), c.dim);
+                         rows.n, kv.n, ctx.B, c.heads, c.kv_heads, c.head_dim);
   }
 
   // From ddelta (n, d): the gradients of the parameters. What reaches x through the norm is added to the
@@ -113,7 +109,7 @@ struct SelectedQAttention : AttentionParameters {
     ctx.matmul_backward(Gradient::write, g.dattn, o_proj, ddelta, a.attn, rows.n, c.q_dim(), c.dim);
     be.attention_backward(g.dq, g.dk, g.dkv + c.kv_dim(), 2 * c.kv_dim(), g.dattn, a.q, a.k,
                           a.kv + c.kv_dim(), 2 * c.kv_dim(), a.attn, a.lse, rows.row, rows.offsets,
-                          all.offsets, ctx.B, c.heads, c.kv_heads, c.head_dim);
+                          all.offsets, rows.n, all.n, ctx.B, c.heads, c.kv_heads, c.head_dim);
 
     be.qk_norm_rope_backward(g.dq_inp, ctx.gradient(q_norm), nullptr, g.dq, nullptr, a.q_inp,
                              ctx.weight(q_norm), nullptr, a.q_rstd, ctx.rope, rows.position, rows.n,
@@ -127,7 +123,7 @@ struct SelectedQAttention : AttentionParameters {
                         2 * c.kv_dim());
 
     be.scatter_add(g.dall_norm, g.dnorm, rows.row, rows.n, c.dim);
-    be.rmsnorm_add_backward(ctx.dstream, ctx.gradient(input_layernorm), g.dall_norm, a.all_x,
+    be.rmsnorm_add_backward(ctx.dstream, ctx.gradient(input_layernorm), g.dall_norm, ctx.stream,
                             ctx.weight(input_layernorm), a.all_rstd, all.n, c.dim);
   }
 };

@@ -10,7 +10,7 @@
 
 namespace xmod {
 
-// The tensors of an attention, whatever its rows.
+// The tensors of an attention and its last product, whatever its rows.
 struct AttentionParameters {
   int64_t input_layernorm = -1;  // (d)
   int64_t q_proj = -1;           // (H*hd, d); fused with k_proj and v_proj: (qkv_dim, d)
@@ -30,6 +30,13 @@ struct AttentionParameters {
     q_norm = add.norm("q_norm", c.head_dim);
     k_norm = add.norm("k_norm", c.head_dim);
     o_proj = add.matrix("o_proj", c.dim, c.q_dim(), Init::residual_matrix);
+  }
+
+  // delta (n, d) = W_o attn
+  template <class Backend, class Saved>
+  void project(const LayerContext<Backend>& ctx, const Saved& a, float* delta, const Rows& rows) const {
+    const ModelConfig& c = ctx.config;
+    ctx.be.matmul_forward(delta, a.attn, ctx.weight(o_proj), rows.n, c.q_dim(), c.dim);
   }
 };
 
@@ -84,10 +91,9 @@ struct SelfAttention : AttentionParameters {
             arena.take<floatX>(n * c.qkv_dim())};
   }
 
-  // x (n, d) = the rows of the stream, delta (n, d) = Attn(RMSNorm(x))
+  // x (n, d) = the rows of the stream, attended to each other.
   template <class Backend, class floatX>
-  void forward(const LayerContext<Backend>& ctx, Saved<floatX>& a, const Scratch<floatX>&, float* x,
-               float* delta, const Rows& rows) const {
+  void attend(const LayerContext<Backend>& ctx, Saved<floatX>& a, float* x, const Rows& rows) const {
     const ModelConfig& c = ctx.config;
     Backend& be = ctx.be;
     be.gather_rmsnorm_forward(x, a.norm, a.rstd, ctx.stream, ctx.weight(input_layernorm), rows.row, rows.n,
@@ -97,8 +103,7 @@ struct SelfAttention : AttentionParameters {
                             rows.position, rows.n, c.seq_len, c.heads, c.kv_heads, c.head_dim, ctx.eps());
     const KeysValues<floatX> kv = ctx.keys_values(a.k, values(a.qkv, c), c.qkv_dim(), rows);
     be.attention_forward(a.attn, a.lse, a.q, kv.k, kv.v, kv.v_stride, kv.own_key, rows.offsets, kv.offsets,
-                         ctx.B, c.heads, c.kv_heads, c.head_dim);
-    be.matmul_forward(delta, a.attn, ctx.weight(o_proj), rows.n, c.q_dim(), c.dim);
+                         rows.n, kv.n, ctx.B, c.heads, c.kv_heads, c.head_dim);
   }
 
   // From ddelta (n, d): the gradients of the parameters; dx (n, d) += d(x).
@@ -109,8 +114,8 @@ struct SelfAttention : AttentionParameters {
     Backend& be = ctx.be;
     ctx.matmul_backward(Gradient::write, g.dattn, o_proj, ddelta, a.attn, rows.n, c.q_dim(), c.dim);
     be.attention_backward(g.dq, g.dk, values(g.dqkv, c), c.qkv_dim(), g.dattn, a.q, a.k, values(a.qkv, c),
-                          c.qkv_dim(), a.attn, a.lse, nullptr, rows.offsets, rows.offsets, ctx.B, c.heads,
-                          c.kv_heads, c.head_dim);
+                          c.qkv_dim(), a.attn, a.lse, nullptr, rows.offsets, rows.offsets, rows.n, rows.n,
+                          ctx.B, c.heads, c.kv_heads, c.head_dim);
     be.qk_norm_rope_backward(g.dqkv, ctx.gradient(q_norm), ctx.gradient(k_norm), g.dq, g.dk, a.qkv,
                              ctx.weight(q_norm), ctx.weight(k_norm), a.qk_rstd, ctx.rope, rows.position,
                              rows.n, c.seq_len, c.heads, c.kv_heads, c.head_dim);

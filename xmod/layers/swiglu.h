@@ -54,14 +54,19 @@ struct Swiglu {
     return {arena.take<floatX>(n * width), arena.take<floatX>(n * 2 * width)};
   }
 
-  // out (n, d) += FFN(inp), inp (n, d)
+  // From inp (n, d).
   template <class Backend, class floatX>
-  void forward(const LayerContext<Backend>& ctx, Saved<floatX>& a, const Scratch<floatX>&, float* out,
-               const floatX* inp, int64_t n) const {
-    const int64_t d = ctx.config.dim;
-    ctx.be.matmul_forward(a.gate_up, inp, ctx.weight(gate_proj), n, d, 2 * width);
+  void activate(const LayerContext<Backend>& ctx, Saved<floatX>& a, const Scratch<floatX>&, const floatX* inp,
+                int64_t n) const {
+    ctx.be.matmul_forward(a.gate_up, inp, ctx.weight(gate_proj), n, ctx.config.dim, 2 * width);
     ctx.be.swiglu_forward(a.act, a.gate_up, n, width);
-    ctx.be.matmul_add_forward(out, a.act, ctx.weight(down_proj), n, width, d);
+  }
+
+  // out (n, d) += W_down act
+  template <class Backend, class floatX>
+  void project(const LayerContext<Backend>& ctx, const Saved<floatX>& a, const Scratch<floatX>&, float* out,
+               int64_t n) const {
+    ctx.be.matmul_add_forward(out, a.act, ctx.weight(down_proj), n, width, ctx.config.dim);
   }
 
   // From dout (n, d) to dinp (n, d) and the gradients of the matrices.
