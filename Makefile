@@ -1,6 +1,8 @@
 # make             build ./train_xmod, the CPU trainer, and say what was found
 # make quickstart  install what is missing, build, train a small model on this repository's text, show a sample
 # make test        install what the tests need, build and run all of them
+# make bench      measure each pass and the whole training step beside what this machine can do (some minutes);
+#                 BENCH='--size tiny' or other options: BENCH=--help lists them
 # make format      format the C++ sources
 # make clean       remove what was built (quickstart/ holds a trained model: it stays)
 #
@@ -33,7 +35,7 @@ COMPILE = $(CXX) -std=c++20 -fno-math-errno $(MACHINE) $(OPENMP) $(WARNINGS) -I.
 
 TESTS := $(patsubst test/%.cpp,build/%,$(wildcard test/test_*.cpp))
 
-.PHONY: all report quickstart test test-programs format clean
+.PHONY: all report quickstart test test-programs bench format clean
 
 all: report train_xmod
 
@@ -57,6 +59,9 @@ train_xmod: train_xmod.cpp | build
 build/test_%: test/test_%.cpp | build
 	$(COMPILE) $(TEST_CXXFLAGS) $< -o $@ -lgtest -lgtest_main -pthread
 
+build/bench_xmod: bench/bench_xmod.cpp | build
+	$(COMPILE) $(CXXFLAGS) $< -o $@ -ldl
+
 -include $(wildcard build/*.d)
 
 test-programs: $(TESTS)
@@ -67,13 +72,16 @@ test:
 	@$(MAKE) --no-print-directory -j2 train_xmod test-programs
 	@$(PYTHON) scripts/run_tests.py
 
+bench: build/bench_xmod
+	@build/bench_xmod $(BENCH)
+
 quickstart:
 	@scripts/install_deps.sh build plot
 	@$(MAKE) --no-print-directory all
 	@PYTHON='$(PYTHON)' scripts/quickstart.sh
 
 format:
-	clang-format -i train_xmod.cpp *.h xmod/*.h xmod/layers/*.h test/*.h test/*.cpp
+	clang-format -i train_xmod.cpp bench/*.h bench/*.cpp *.h xmod/*.h xmod/layers/*.h test/*.h test/*.cpp
 
 clean:
 	rm -rf build train_xmod
