@@ -240,9 +240,9 @@ inline void report_step(Report& report, const Training& training, double seconds
                 {"ms a step", 1},
                 {"tokens/s", 0},
                 {"model GFLOP/s", 1},
-                {"of peak ", 1, true},
+                {"model of peak", 1, true},
                 {"all GFLOP/s", 1},
-                {"of peak", 1, true}},
+                {"all of peak", 1, true}},
                {{training.tokens(), seconds * 1e3, rate, model / 1e9, model / peaks.fp32_all,
                  flops / seconds / 1e9, flops / seconds / peaks.fp32_all}});
 }
@@ -319,8 +319,11 @@ inline void measure_routing(Report& report, const BenchOptions& o) {
   Backend backend(o.threads);
   std::vector<RoutedModel> models;
   models.push_back({"dense", std::make_unique<Training>(backend, dense, B)});
-  models.push_back({"xmod A1K8", std::make_unique<Training>(backend, xmod(dense, 1, 8), B)});
-  models.push_back({"xmod A4K8", std::make_unique<Training>(backend, xmod(dense, 4, 8), B)});
+  for (int64_t A : {1, 4}) {
+    const std::string name = xmod::detail::concatenate("xmod A", A, "K8");
+    if (name.find(o.only) == std::string::npos) continue;
+    models.push_back({name, std::make_unique<Training>(backend, xmod(dense, A, 8), B)});
+  }
   for (RoutedModel& m : models) {
     progress(m.name, ": first step");
     m.training->step();
@@ -474,8 +477,8 @@ inline std::vector<Size> chosen_sizes(const BenchOptions& o) {
 
 inline void run(const BenchOptions& o) {
   const std::vector<Size> chosen = chosen_sizes(o);
-  Report report(o.json);
   const int threads = Backend(o.threads).threads();
+  Report report(o.json, threads);
   const Peaks peaks = report_peaks(report, threads);
   if (!o.blas.empty()) {
     Blas blas(o.blas, threads);

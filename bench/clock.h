@@ -3,6 +3,10 @@
 
 #include <algorithm>
 #include <chrono>
+#include <filesystem>
+#include <fstream>
+#include <limits>
+#include <system_error>
 #include <vector>
 
 namespace xmod::bench {
@@ -14,6 +18,31 @@ class Stopwatch {
  private:
   using Clock = std::chrono::steady_clock;
   Clock::time_point start_ = Clock::now();
+};
+
+// How much of the time this process was kept from the processors by others, as Linux counts it: the mean over
+// `threads` busy threads. NaN where the system does not tell.
+class Interruptions {
+ public:
+  explicit Interruptions(int threads) : threads_(threads) {}
+  double share() const { return (waited() - waited_) / threads_ / watch_.seconds(); }
+
+ private:
+  // Seconds that threads of this process stood ready without a processor.
+  static double waited() {
+    double total = 0;
+    std::error_code error;
+    for (const auto& task : std::filesystem::directory_iterator("/proc/self/task", error)) {
+      double ran = 0, waited = std::numeric_limits<double>::quiet_NaN();  // nanoseconds
+      std::ifstream(task.path() / "schedstat") >> ran >> waited;
+      total += waited * 1e-9;
+    }
+    return error ? std::numeric_limits<double>::quiet_NaN() : total;
+  }
+
+  int threads_;
+  Stopwatch watch_;
+  double waited_ = waited();
 };
 
 inline double smallest(const std::vector<double>& values) {

@@ -65,26 +65,16 @@ inline PeakLoop fp32_loop() {
 #endif
 }
 
-// FLOP/s of the loop on `threads` threads: the best of some short runs, since whatever else the machine does
+// FLOP/s of the loop on `threads` threads: the best of many short runs, since whatever else the machine does
 // can only make a run slower.
 inline double measure_flops(const PeakLoop& loop, int threads) {
-  constexpr int kRuns = 20;
-  constexpr double kSeconds = 0.02;  // of a run, about
+  constexpr int64_t kRounds = 200000;
   volatile float factor = 0.999f, sink = 0;
-  auto seconds_of = [&](int64_t rounds) {
-    const Stopwatch watch;
+  const auto run = [&] {
 #pragma omp parallel num_threads(threads)
-    sink = loop.run(rounds, factor);
-    return watch.seconds();
+    sink = loop.run(kRounds, factor);
   };
-  int64_t rounds = 1000;
-  while (seconds_of(rounds) < kSeconds) rounds *= 2;
-  double best = 0;
-  for (int run = 0; run < kRuns; run++) {
-    const double flops = static_cast<double>(rounds) * loop.flops_per_round * threads;
-    best = std::max(best, flops / seconds_of(rounds));
-  }
-  return best;
+  return static_cast<double>(kRounds) * loop.flops_per_round * threads / smallest(time_repeatedly(run, 0.5));
 }
 
 // ---------------------------------------------------------------------------------------------------

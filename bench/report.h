@@ -6,8 +6,11 @@
 #include <cstdio>
 #include <iostream>
 #include <nlohmann/json.hpp>
+#include <optional>
 #include <string>
 #include <vector>
+
+#include "bench/clock.h"
 
 namespace xmod::bench {
 
@@ -31,11 +34,13 @@ inline std::string show(const Cell& cell, const Column& column) {
 
 class Report {
  public:
-  explicit Report(bool json) : json_(json) {}
+  Report(bool json, int threads) : json_(json), threads_(threads) {}
 
   // Begins a section; `key` names it in the JSON.
   void section(const std::string& key, const std::string& heading) {
+    end_section();
     key_ = key;
+    interruptions_.emplace(threads_);
     all_[key_]["heading"] = heading;
     if (!json_) std::cout << "\n## " << heading << "\n" << std::flush;
   }
@@ -51,11 +56,23 @@ class Report {
     if (!json_) print(columns, rows);
   }
 
-  void finish() const {
+  void finish() {
+    end_section();
     if (json_) std::cout << all_.dump(2) << "\n";
   }
 
  private:
+  // Figures are worth as much as the machine was left alone.
+  void end_section() {
+    if (!interruptions_) return;
+    const double share = interruptions_->share();
+    interruptions_.reset();
+    all_[key_]["interrupted"] = share;
+    if (json_ || std::isnan(share)) return;
+    std::printf("\nOther programs kept this one from the processors for %.1f%% of the time.\n", share * 100);
+    std::fflush(stdout);
+  }
+
   static void print(const std::vector<Column>& columns, const std::vector<std::vector<Cell>>& rows) {
     std::vector<std::vector<std::string>> lines(1);
     for (const Column& column : columns) lines[0].push_back(column.name);
@@ -86,6 +103,8 @@ class Report {
   }
 
   bool json_;
+  int threads_;
+  std::optional<Interruptions> interruptions_;  // of the running section
   std::string key_;
   Cell all_;
 };
