@@ -329,7 +329,7 @@ inline void measure_routing(Report& report, const BenchOptions& o) {
     m.training->step();
   }
   const Stopwatch all;
-  for (int round = 0; round < 3 || all.seconds() < o.seconds; round++) {
+  for (int round = 0; round < 2 || all.seconds() < o.seconds; round++) {
     for (RoutedModel& m : models) measure_round(m, backend, micro_batches);
     progress("round ", round + 1, ": ", all.seconds(), " s");
   }
