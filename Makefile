@@ -1,6 +1,8 @@
 # make             build ./train_xmod, the CPU trainer, and, where nvcc is, ./train_xmodcu for GPUs; say what was found
 # make quickstart  install what is missing, build, train a small model on this repository's text, show a sample
 # make test        install what the tests need, build and run all of them
+# make bench      measure each pass and the whole training step beside what this machine can do (some minutes);
+#                 BENCH='--size tiny' or other options: BENCH=--help lists them
 # make format      format the C++ sources
 # make clean       remove what was built (quickstart/ holds a trained model: it stays)
 #
@@ -44,9 +46,11 @@ HOST_FLAGS = $(subst $(space),$(comma),$(strip $(MACHINE) $(OPENMP) $(WARNINGS) 
 COMPILE_CUDA = $(NVCC) -std=c++20 -ccbin $(CXX) $(GPU_CODE) -Xcompiler $(HOST_FLAGS) -I. -MMD -MP
 TRAIN_CUDA := $(if $(NVCC),$(patsubst %.cu,%cu,$(wildcard train_xmod.cu)))
 
+FORMATTED := $(wildcard *.cpp *.cu *.h bench/*.cpp bench/*.h xmod/*.cpp xmod/*.h xmod/layers/*.h test/*.cpp test/*.h \
+  test/cuda_emulation/*.h test/cuda_emulation/include/*.h)
 TESTS := $(patsubst test/%.cpp,build/%,$(wildcard test/test_*.cpp))
 
-.PHONY: all report quickstart test test-programs format clean
+.PHONY: all report quickstart test test-programs bench format format-check clean
 
 all: report train_xmod $(TRAIN_CUDA)
 
@@ -80,6 +84,9 @@ build/test_cuda_%: EMULATION := -Itest/cuda_emulation/include -rdynamic
 build/test_%: test/test_%.cpp build/cpu_matmul.o | build
 	$(COMPILE) $(TEST_CXXFLAGS) $(EMULATION) $< $(filter %.o,$^) -o $@ -lgtest -lgtest_main -pthread
 
+build/bench_xmod: bench/bench_xmod.cpp build/cpu_matmul.o | build
+	$(COMPILE) $(CXXFLAGS) $< $(filter %.o,$^) -o $@ -ldl
+
 -include $(wildcard build/*.d)
 
 test-programs: $(TESTS)
@@ -90,14 +97,19 @@ test:
 	@$(MAKE) --no-print-directory -j2 train_xmod test-programs
 	@$(PYTHON) scripts/run_tests.py
 
+bench: build/bench_xmod
+	@build/bench_xmod $(BENCH)
+
 quickstart:
 	@scripts/install_deps.sh build plot
 	@$(MAKE) --no-print-directory all
 	@PYTHON='$(PYTHON)' scripts/quickstart.sh
 
 format:
-	clang-format -i train_xmod.cpp *.h xmod/*.h xmod/*.cpp xmod/layers/*.h test/*.h test/*.cpp test/cuda_emulation/*.h \
-	  test/cuda_emulation/include/*.h
+	clang-format -i $(FORMATTED)
+
+format-check:
+	clang-format --dry-run --Werror $(FORMATTED)
 
 clean:
 	rm -rf build train_xmod train_xmodcu
