@@ -526,6 +526,33 @@ class CpuBackend : public CpuExpertPasses {
     matmul(dweight, C, transposed(dout, OC), stored(inp, C), OC, C, n, matmul_scratch_, {.accumulate = true});
   }
 
+  // Products in fp32 whatever the precision of the others: routers decide in full precision.
+  void matmul_fp32_forward(float* out,           // (n, OC)
+                           const float* inp,     // (n, C)
+                           const float* weight,  // (OC, C)
+                           int64_t n, int64_t C, int64_t OC) {
+    matmul(out, OC, stored(inp, C), transposed(weight, C), n, OC, C, fp32_scratch_);
+  }
+
+  void matmul_fp32_backward(float* dinp,          // (n, C)
+                            float* dweight,       // (OC, C) added to
+                            const float* dout,    // (n, OC)
+                            const float* inp,     // (n, C)
+                            const float* weight,  // (OC, C)
+                            int64_t n, int64_t C, int64_t OC) {
+    fp32_gradients(dinp, dweight, dout, inp, weight, n, C, OC, {.accumulate = false});
+  }
+
+  // The same, added to dinp.
+  void matmul_fp32_add_backward(float* dinp,          // (n, C) added to
+                                float* dweight,       // (OC, C) added to
+                                const float* dout,    // (n, OC)
+                                const float* inp,     // (n, C)
+                                const float* weight,  // (OC, C)
+                                int64_t n, int64_t C, int64_t OC) {
+    fp32_gradients(dinp, dweight, dout, inp, weight, n, C, OC, {.accumulate = true});
+  }
+
   // ------------------------------------------------------------------------------------------------
   // attention
 
@@ -767,6 +794,12 @@ class CpuBackend : public CpuExpertPasses {
 #endif
   }
 
+  void fp32_gradients(float* dinp, float* dweight, const float* dout, const float* inp, const float* weight,
+                      int64_t n, int64_t C, int64_t OC, const MatmulUpdate& update_dinp) {
+    matmul(dinp, C, stored(dout, OC), stored(weight, C), n, C, OC, fp32_scratch_, update_dinp);
+    matmul(dweight, C, transposed(dout, OC), stored(inp, C), OC, C, n, fp32_scratch_, {.accumulate = true});
+  }
+
   // --- Muon ---
 
   struct MuonScratch {
@@ -824,7 +857,8 @@ class CpuBackend : public CpuExpertPasses {
     return x;
   }
 
-  MatmulScratch matmul_scratch_;
+  MatmulScratch matmul_scratch_;  // of the chosen precision and instructions
+  MatmulScratch fp32_scratch_;
   AttentionScratch attention_scratch_;
   AlignedFloats row_values_;
   std::vector<MuonScratch> muon_scratch_;

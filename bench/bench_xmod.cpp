@@ -127,7 +127,7 @@ void progress(const Parts&... parts) {
 inline std::string show_shape(const Cost& cost) {
   std::string text;
   for (int64_t size : cost.shape) {
-    if (size > 0) text += (text.empty() ? "" : "x") + std::to_string(size);
+    if (size > 0) text.append(text.empty() ? "" : "x").append(std::to_string(size));
   }
   return text;
 }

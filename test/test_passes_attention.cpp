@@ -68,6 +68,38 @@ TEST_F(PassTest, MatmulBackward) {
   }
 }
 
+// Of both kinds of gradients of an input, and with and without a second summand.
+Floats fp32_products(TestBackend& be) {
+  const int64_t n = 67, C = 129, OC = 31;
+  const Guarded<float> inp(be, normal_numbers(n * C, 1)), weight(be, normal_numbers(OC * C, 2));
+  const Guarded<float> out(be, n * OC), dinp(be, n * C), dweight(be, normal_numbers(OC * C, 3));
+  be.matmul_fp32_forward(out, inp, weight, n, C, OC);
+  be.matmul_fp32_backward(dinp, dweight, out, inp, weight, n, C, OC);
+  be.matmul_fp32_add_backward(dinp, dweight, out, inp, weight, n, C, OC);
+  Floats all;
+  for (const Guarded<float>* tensor : {&out, &dinp, &dweight}) append(all, tensor->values());
+  return all;
+}
+
+TEST_F(PassTest, MatmulFp32IsTheProductInFp32) {
+  const int64_t n = 67, C = 129, OC = 31;
+  const auto inp = holding(normal_numbers(n * C, 1)), weight = holding(normal_numbers(OC * C, 2));
+  auto out = unwritten(n * OC), dinp = unwritten(n * C), dweight = holding(normal_numbers(OC * C, 3));
+  be_.matmul_forward(out, inp, weight, n, C, OC);
+  be_.matmul_backward(dinp, dweight, out, inp, weight, n, C, OC);
+  be_.matmul_add_backward(dinp, dweight, out, inp, weight, n, C, OC);
+  Floats all;
+  for (const Guarded<float>* tensor : {&out, &dinp, &dweight}) append(all, tensor->values());
+  EXPECT_LE(normalised_error(fp32_products(be_), all), 1e-6);
+}
+
+#ifndef XMOD_TEST_CUDA
+TEST_F(PassTest, MatmulFp32IsTheSameUnderBf16) {
+  TestBackend bf16({.precision = Precision::bf16, .instructions = "portable"});
+  EXPECT_TRUE(same_bits(fp32_products(bf16), fp32_products(be_)));
+}
+#endif
+
 TEST_F(PassTest, MatmulDoesNotDependOnThreads) {
   const int64_t n = 301, C = 131, OC = 77;
   expect_same_bits_for_any_threads([&](TestBackend& be) {

@@ -15,8 +15,9 @@ constexpr double kBound = 1e-5;
 
 class ReferenceTest : public ::testing::TestWithParam<std::string> {
  protected:
-  ReferenceTest()
-      : path_("test/data/" + GetParam() + ".safetensors"),
+  explicit ReferenceTest(const MachineOptions& machine = {})
+      : be_(machine),
+        path_("test/data/" + GetParam() + ".safetensors"),
         dump_(path_),
         config_(config_from_json(nlohmann::json::parse(dump_.metadata().at("config")), path_)),
         optimizer_json_(nlohmann::json::parse(dump_.metadata().at("optimizer"))),
@@ -102,6 +103,26 @@ class ReferenceTest : public ::testing::TestWithParam<std::string> {
 class RoutedReferenceTest : public ReferenceTest {};   // dumps with sparse layers
 class ExpertsReferenceTest : public ReferenceTest {};  // dumps with experts
 class DecoReferenceTest : public ReferenceTest {};
+
+#ifndef XMOD_TEST_CUDA  // which has a file of its own for bf16: test_cuda_bf16.cpp
+
+// Dumps with the error of a low-precision run. On the kernel that every processor runs; that the fast ones
+// compute the same is shown in test_cpu_matmul.cpp.
+class Bf16ReferenceTest : public ReferenceTest {
+ protected:
+  Bf16ReferenceTest() : ReferenceTest({.precision = Precision::bf16, .instructions = "portable"}) {}
+
+  void expect_within_twice_the_error_of_pytorch(const std::string& name, const Floats& found,
+                                                const Shape& shape) {
+    const double error = normalised_error(found, tensor(name, shape));
+    EXPECT_LE(error, 2 * tensor("bf16_error." + name, {1})[0] + kBound) << name;
+    largest_error_ = std::max(largest_error_, error);
+  }
+
+  double largest_error_ = 0;
+};
+
+#endif
 
 TEST_P(ReferenceTest, LossAndEveryGradient) {
   const double loss = forward_backward();
@@ -209,6 +230,20 @@ TEST_P(ReferenceTest, WeightsAndThresholdsAfterThreeSteps) {
   }
 }
 
+#ifndef XMOD_TEST_CUDA
+
+TEST_P(Bf16ReferenceTest, ErrsAtMostTwiceAsMuchAsPyTorchUnderAutocast) {
+  const float loss = static_cast<float>(forward_backward());
+  expect_within_twice_the_error_of_pytorch("loss", {loss}, {1});
+  for (const Parameter& p : model_.table.entries) {
+    expect_within_twice_the_error_of_pytorch("grad." + p.name,
+                                             download(be_, model_.grads() + p.offset, p.size), p.shape);
+  }
+  EXPECT_GT(largest_error_, 100 * kBound) << "this is no bf16";
+}
+
+#endif
+
 std::vector<std::string> cases(bool (*belongs)(Arch) = nullptr) {
   std::vector<std::string> names;
   for (const auto& entry : std::filesystem::directory_iterator("test/data")) {
@@ -218,6 +253,15 @@ std::vector<std::string> cases(bool (*belongs)(Arch) = nullptr) {
     if (!belongs || belongs(arch)) names.push_back(entry.path().stem().string());
   }
   std::sort(names.begin(), names.end());
+  return names;
+}
+
+std::vector<std::string> cases_with_bf16() {
+  std::vector<std::string> names;
+  for (const std::string& name : cases()) {
+    if (SafetensorsFile("test/data/" + name + ".safetensors").contains("bf16_error.loss"))
+      names.push_back(name);
+  }
   return names;
 }
 
@@ -233,6 +277,9 @@ INSTANTIATE_TEST_SUITE_P(Dumps, ReferenceTest, ::testing::ValuesIn(cases()), cas
 INSTANTIATE_TEST_SUITE_P(Dumps, RoutedReferenceTest, ::testing::ValuesIn(cases(is_routed)), case_name);
 INSTANTIATE_TEST_SUITE_P(Dumps, ExpertsReferenceTest, ::testing::ValuesIn(cases(has_experts)), case_name);
 INSTANTIATE_TEST_SUITE_P(Dumps, DecoReferenceTest, ::testing::ValuesIn(cases(is_deco)), case_name);
+#ifndef XMOD_TEST_CUDA
+INSTANTIATE_TEST_SUITE_P(Dumps, Bf16ReferenceTest, ::testing::ValuesIn(cases_with_bf16()), case_name);
+#endif
 
 TEST(ReferenceDumps, AreAllThere) {
   const std::vector<std::string> expected = {"deco",

@@ -41,14 +41,23 @@ struct LayerContext {
     return {k, v, v_stride, nullptr, rows.offsets, rows.n};
   }
 
-  // dinp = dout W (or added to it), dW += dout^T inp; a router's dout is fp32
-  template <class T>
-  void matmul_backward(Gradient mode, floatX* dinp, int64_t matrix, const T* dout, const floatX* inp,
+  // dinp = dout W (or added to it), dW += dout^T inp
+  void matmul_backward(Gradient mode, floatX* dinp, int64_t matrix, const floatX* dout, const floatX* inp,
                        int64_t n, int64_t C, int64_t OC) const {
     if (mode == Gradient::write) {
       be.matmul_backward(dinp, gradient(matrix), dout, inp, weight(matrix), n, C, OC);
     } else {
       be.matmul_add_backward(dinp, gradient(matrix), dout, inp, weight(matrix), n, C, OC);
+    }
+  }
+
+  // The same in fp32 whatever the precision of products: for what decides.
+  void matmul_fp32_backward(Gradient mode, floatX* dinp, int64_t matrix, const float* dout, const floatX* inp,
+                            int64_t n, int64_t C, int64_t OC) const {
+    if (mode == Gradient::write) {
+      be.matmul_fp32_backward(dinp, gradient(matrix), dout, inp, weight(matrix), n, C, OC);
+    } else {
+      be.matmul_fp32_add_backward(dinp, gradient(matrix), dout, inp, weight(matrix), n, C, OC);
     }
   }
 };

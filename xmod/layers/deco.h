@@ -130,12 +130,12 @@ struct Deco {
     const int64_t d = ctx.config.dim, E = ctx.config.experts, width = ctx.config.expert_dim;
     Backend& be = ctx.be;
     ExpertGroups& groups = a.groups;
-    be.matmul_forward(a.logit, inp, ctx.weight(router), n, d, E);
+    be.matmul_fp32_forward(a.logit, inp, ctx.weight(router), n, d, E);
     be.deco_route_forward(groups.chosen, a.weight, a.entropy, a.logit, ctx.weight(scale), n, E);
     groups.group(ctx, n, E, loads);
 
     be.column_mean(s.mean_row, ctx.weight(up_proj[0]), E * width, d);
-    be.matmul_forward(a.mean, inp, s.mean_row, n, d, 1);
+    be.matmul_fp32_forward(a.mean, inp, s.mean_row, n, d, 1);
     groups.expand_forward(ctx, s.experts, a.up, inp, up_proj, width);
     be.norm_silu_forward(a.act, a.rstd, a.up, a.mean, ctx.weight(norm), groups.row, groups.pairs, width,
                          ctx.eps());
@@ -165,7 +165,7 @@ struct Deco {
     be.deco_route_backward(s.dlogit, ctx.gradient(scale), s.experts.dweight, a.logit, ctx.weight(scale),
                            ctx.buffers + lambda, ctx.dtoken / static_cast<float>(ctx.config.active_layers), n,
                            E);
-    ctx.matmul_backward(mode, dinp, router, s.dlogit, inp, n, d, E);
+    ctx.matmul_fp32_backward(mode, dinp, router, s.dlogit, inp, n, d, E);
     be.sum_pairs_add(dinp, s.experts.dgrouped, groups.slot, groups.slot_offsets, n, d);
     mean_backward(ctx, s, groups, dinp, inp, n);
     if (shared.width > 0) shared.backward(ctx, a.shared, s.shared, Gradient::add, dinp, dout, inp, n);
@@ -186,7 +186,7 @@ struct Deco {
     be.sum_pairs_add(s.dmean, s.dpair_mean, groups.slot, groups.slot_offsets, n, 1);
     be.column_mean(s.mean_row, ctx.weight(up_proj[0]), rows, d);
     be.zero(s.dmean_row, d);
-    be.matmul_add_backward(dinp, s.dmean_row, s.dmean, inp, s.mean_row, n, d, 1);
+    be.matmul_fp32_add_backward(dinp, s.dmean_row, s.dmean, inp, s.mean_row, n, d, 1);
     be.column_mean_backward(ctx.gradient(up_proj[0]), s.dmean_row, rows, d);
   }
 };

@@ -107,7 +107,7 @@ struct Moe {
     const int64_t d = ctx.config.dim, E = ctx.config.experts, width = ctx.config.expert_dim;
     Backend& be = ctx.be;
     ExpertGroups& groups = a.groups;
-    be.matmul_forward(a.score, inp, ctx.weight(router), n, d, E);
+    be.matmul_fp32_forward(a.score, inp, ctx.weight(router), n, d, E);
     be.moe_route_forward(groups.chosen, a.weight, a.score, ctx.buffers + bias, n, E,
                          ctx.config.experts_per_token);
     groups.group(ctx, n, E, loads);
@@ -137,7 +137,7 @@ struct Moe {
     groups.expand_backward(ctx, s.experts, s.dgate_up, inp, gate_proj, 2 * width);
 
     be.moe_route_backward(s.dlogit, s.experts.dweight, a.weight, a.score, groups.chosen, n, E);
-    ctx.matmul_backward(mode, dinp, router, s.dlogit, inp, n, d, E);
+    ctx.matmul_fp32_backward(mode, dinp, router, s.dlogit, inp, n, d, E);
     be.sum_pairs_add(dinp, s.experts.dgrouped, groups.slot, groups.slot_offsets, n, d);
     for (size_t e = 0; e < shared.size(); e++)
       shared[e].backward(ctx, a.shared[e], s.shared, Gradient::add, dinp, dout, inp, n);
