@@ -69,6 +69,34 @@ class CpuBackend : public CpuExpertPasses {
     return int64_t{sysconf(_SC_PHYS_PAGES)} * sysconf(_SC_PAGE_SIZE);
   }
 
+  // Beside what a run allocates: the program, its libraries, stacks of threads.
+  static int64_t program_bytes(int64_t threads) {
+    return kProgramBytes + threads * kThreadBytes;
+  }
+
+  // Working memory of the passes over batches of B sequences.
+  static int64_t pass_bytes(const ModelConfig& c, int64_t B, Use use, int64_t threads) {
+    const int64_t n = B * c.seq_len;
+    const bool training = use == Use::training;
+    const int64_t selection = threads * c.seq_len * 2 * static_cast<int64_t>(sizeof(uint64_t));
+    const int64_t row_values = training ? n * static_cast<int64_t>(sizeof(float)) : 0;
+    const int64_t row_sums = training ? row_sums_bytes(n, c.dim) : 0;
+    return MatmulScratch::bytes(threads) +
+           attention_working_bytes(B, c.seq_len, c.heads, c.kv_heads, c.head_dim, threads, training) +
+           std::max(row_sums, expert_working_bytes(c, n)) + (is_routed(c.arch) ? selection + row_values : 0);
+  }
+
+  // Working memory of Muon.
+  static int64_t muon_bytes(const MuonShapes& shapes, int64_t threads) {
+    MuonFloats first, others;  // of the first thread, which alone takes few matrices, and of each other one
+    for (const auto& [shape, offsets] : shapes) {
+      const MuonFloats floats(shape.first, shape.second);
+      first.grow(floats);
+      if (muon_workers(static_cast<int64_t>(offsets.size()), threads) > 1) others.grow(floats);
+    }
+    return (first.total() + (threads - 1) * others.total()) * static_cast<int64_t>(sizeof(float));
+  }
+
   template <class T>
   T* allocate(int64_t n) {
     return static_cast<T*>(::operator new(static_cast<size_t>(n) * sizeof(T), kAlignment));
@@ -706,17 +734,20 @@ class CpuBackend : public CpuExpertPasses {
                    const int64_t* offsets,  // (count) on the host
                    int64_t count, int64_t rows, int64_t cols, const MuonStep& h) {
     muon_scratch_.resize(static_cast<size_t>(threads()));
+    matmul_scratch_.reserve(threads());
     // One call, whichever way it runs: a compiler may fuse the arithmetic of two calls differently.
-    [[maybe_unused]] const int workers = count < threads() ? 1 : threads();
+    [[maybe_unused]] const int workers = static_cast<int>(muon_workers(count, threads()));
 #pragma omp parallel for schedule(dynamic, 1) num_threads(workers)
     for (int64_t i = 0; i < count; i++) {
       const int64_t at = offsets[i];
-      muon_matrix(params + at, momentum + at, grads + at, rows, cols, h, muon_scratch_[thread()]);
+      muon_matrix(params + at, momentum + at, grads + at, rows, cols, h, muon_scratch_[thread()],
+                  matmul_scratch_);
     }
   }
 
  private:
   static constexpr std::align_val_t kAlignment{64};
+  static constexpr int64_t kProgramBytes = int64_t{6} << 20, kThreadBytes = int64_t{1} << 17;
 
   static int thread() {
 #ifdef _OPENMP
@@ -734,22 +765,47 @@ class CpuBackend : public CpuExpertPasses {
 
   // --- Muon ---
 
+  // Threads that take a matrix each.
+  static int64_t muon_workers(int64_t matrices, int64_t threads) {
+    return matrices < threads ? 1 : threads;
+  }
+
+  struct MuonFloats {
+    int64_t update = 0;  // (rows, cols)
+    int64_t gram = 0;    // (R, R), R the smaller of the two
+
+    MuonFloats() = default;
+    MuonFloats(int64_t rows, int64_t cols)
+        : update(rows * cols), gram(std::min(rows, cols) * std::min(rows, cols)) {}
+    void grow(const MuonFloats& other) {
+      update = std::max(update, other.update);
+      gram = std::max(gram, other.gram);
+    }
+    int64_t total() const { return 2 * (update + gram); }
+  };
+
   struct MuonScratch {
-    AlignedFloats x, next, gram, polynomial;
-    MatmulScratch matmul;
+    AlignedFloats x, next;           // (rows, cols)
+    AlignedFloats gram, polynomial;  // (R, R)
+
+    void reserve(const MuonFloats& floats) {
+      for (AlignedFloats* matrix : {&x, &next}) matrix->reserve(floats.update);
+      for (AlignedFloats* matrix : {&gram, &polynomial}) matrix->reserve(floats.gram);
+    }
   };
 
   static void muon_matrix(float* param, float* momentum, const float* grad, int64_t rows, int64_t cols,
-                          const MuonStep& h, MuonScratch& scratch) {
+                          const MuonStep& h, MuonScratch& scratch, MatmulScratch& matmul_scratch) {
     const int64_t size = rows * cols;
-    float* x = scratch.x.reserve(size);  // (rows, cols) Nesterov's update
+    scratch.reserve({rows, cols});
+    float* x = scratch.x.data();  // (rows, cols) Nesterov's update
 #pragma omp simd
     for (int64_t i = 0; i < size; i++) {
       const float g = grad[i] * h.grad_scale;
       momentum[i] = h.beta * momentum[i] + (1 - h.beta) * g;
       x[i] = (1 - h.beta) * g + h.beta * momentum[i];
     }
-    const float* orthogonal = newton_schulz(rows, cols, scratch);
+    const float* orthogonal = newton_schulz(rows, cols, scratch, matmul_scratch);
     const float rate = h.lr * h.rms_match * std::sqrt(static_cast<float>(std::max(rows, cols)));
     const float keep = 1 - h.lr * h.weight_decay;
 #pragma omp simd
@@ -759,30 +815,30 @@ class CpuBackend : public CpuExpertPasses {
   // Brings the singular values of scratch.x (rows, cols) near 1: five steps of
   // X <- (a I + b A + c A A) X with A = X X^T, or for a tall matrix the transpose of that,
   // X <- X (a I + b A + c A A) with A = X^T X, so that A has the smaller size. Returns the result.
-  static const float* newton_schulz(int64_t rows, int64_t cols, MuonScratch& scratch) {
+  static const float* newton_schulz(int64_t rows, int64_t cols, MuonScratch& scratch,
+                                    MatmulScratch& matmul_scratch) {
     constexpr float a = 3.4445f, b = -4.7750f, c = 2.0315f;
     const bool tall = rows > cols;
     const int64_t R = std::min(rows, cols);
-    float* x = scratch.x.reserve(rows * cols);
-    float* next = scratch.next.reserve(rows * cols);
-    float* gram = scratch.gram.reserve(R * R);              // A
-    float* polynomial = scratch.polynomial.reserve(R * R);  // a I + b A + c A A
+    float *x = scratch.x.data(), *next = scratch.next.data();
+    float* gram = scratch.gram.data();              // (R, R) A
+    float* polynomial = scratch.polynomial.data();  // (R, R) a I + b A + c A A
     const float norm = static_cast<float>(std::sqrt(sum_of_squares_double(x, rows * cols)));
     const float scale = 1 / (norm + 1e-7f);
 #pragma omp simd
     for (int64_t i = 0; i < rows * cols; i++) x[i] *= scale;
     for (int step = 0; step < 5; step++) {
       const Operand wide = tall ? transposed(x, cols) : stored(x, cols);  // (R, the larger size)
-      matmul(gram, R, wide, wide.transpose(), R, R, std::max(rows, cols), scratch.matmul);
+      matmul(gram, R, wide, wide.transpose(), R, R, std::max(rows, cols), matmul_scratch);
 #pragma omp simd
       for (int64_t i = 0; i < R * R; i++) polynomial[i] = b * gram[i];
       for (int64_t i = 0; i < R; i++) polynomial[i * R + i] += a;
-      matmul(polynomial, R, stored(gram, R), stored(gram, R), R, R, R, scratch.matmul,
+      matmul(polynomial, R, stored(gram, R), stored(gram, R), R, R, R, matmul_scratch,
              {.alpha = c, .accumulate = true});
       if (tall) {
-        matmul(next, cols, stored(x, cols), stored(polynomial, R), rows, cols, R, scratch.matmul);
+        matmul(next, cols, stored(x, cols), stored(polynomial, R), rows, cols, R, matmul_scratch);
       } else {
-        matmul(next, cols, stored(polynomial, R), stored(x, cols), rows, cols, R, scratch.matmul);
+        matmul(next, cols, stored(polynomial, R), stored(x, cols), rows, cols, R, matmul_scratch);
       }
       std::swap(x, next);
     }

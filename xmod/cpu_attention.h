@@ -107,6 +107,13 @@ struct TileBuffers {
   AlignedFloats panels;                    // (key tiles, panels of a tile, shape.panel())
   std::vector<int64_t> visible;            // (R) keys that each row sees
 
+  static int64_t bytes(const AttentionShape& shape, int64_t panel_floats) {
+    const int64_t rows = shape.tile_rows();
+    const int64_t floats = 4 * rows * shape.width() + 2 * rows * kKeyTile + 3 * rows + rows * kLanes;
+    return (floats + panel_floats) * static_cast<int64_t>(sizeof(float)) +
+           rows * static_cast<int64_t>(sizeof(int64_t));
+  }
+
   void reserve(const AttentionShape& shape, int64_t panel_floats) {
     const int64_t rows = shape.tile_rows();
     for (AlignedFloats* tile : {&query, &out, &dout, &dquery}) tile->reserve(rows * shape.width());
@@ -364,6 +371,10 @@ struct WorkPlan {
   float* shared_panels;
 };
 
+inline bool divides_by_head(int64_t busy_heads, int64_t threads) {
+  return busy_heads % threads == 0 || busy_heads >= 8 * threads;
+}
+
 inline WorkPlan plan_work(AttentionScratch& scratch, const Sequences& sequences, const AttentionShape& shape,
                           int64_t panels_per_key_tile) {
   list_tiles(scratch, sequences, shape);
@@ -373,7 +384,7 @@ inline WorkPlan plan_work(AttentionScratch& scratch, const Sequences& sequences,
     most_key_tiles = std::max(most_key_tiles, head.last_key - head.first_key);
     busy_heads += head.last_query > head.first_query;
   }
-  const bool by_head = busy_heads % threads == 0 || busy_heads >= 8 * threads;
+  const bool by_head = divides_by_head(busy_heads, threads);
 
   const int64_t floats = panels_per_key_tile * shape.panel();
   if (!by_head) scratch.panels.reserve(key_tile_count * floats);
@@ -705,6 +716,19 @@ inline void attention_backward_pair(TileBuffers& buffers, const QueryTile& tile,
 }
 
 }  // namespace attention
+
+// Working memory of passes over B sequences of T tokens, forward, or forward and backward; without the lists
+// of tiles.
+inline int64_t attention_working_bytes(int64_t B, int64_t T, int64_t H, int64_t KV, int64_t hd,
+                                       int64_t threads, bool backward) {
+  using namespace attention;
+  const AttentionShape shape{H, KV, hd};
+  const int64_t panels = backward ? BackwardPanels::kCount : ForwardPanels::kCount;
+  const int64_t head = round_up(T, kKeyTile) / kKeyTile * panels * shape.panel();  // floats
+  const bool by_head = divides_by_head(B * KV, threads);
+  const int64_t shared = by_head ? 0 : B * KV * head * static_cast<int64_t>(sizeof(float));
+  return threads * TileBuffers::bytes(shape, by_head ? head : 0) + shared;
+}
 
 // dq (nq, H, hd), dk (nk, KV, hd), dv (nk, KV, hd) with rows dv_stride apart: written, not accumulated; dk
 // and dv are 0 where no query sees the key. dout (nq, H, hd); q, k, v, own_key and the offsets as in the

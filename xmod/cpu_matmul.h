@@ -66,14 +66,26 @@ struct alignas(64) MatmulWorkspace {
 
 }  // namespace detail
 
-// Working memory of products that run one after the other: a workspace for each thread, made when first
-// needed. Callers that run side by side need a scratch each.
+// Working memory of products: a workspace for each thread, made when first needed. The threads of a parallel
+// region may share a scratch that was reserved for all of them before; other callers that run side by side
+// need one each.
 class MatmulScratch {
  public:
+  // Each is written by its thread first, so that it lies near it, and whole: what is planned is what is
+  // taken.
   void reserve(int threads) {
+    const int before = int(of_thread_.size());
     while (int(of_thread_.size()) < threads) of_thread_.emplace_back(new detail::MatmulWorkspace);
+#pragma omp parallel for schedule(static, 1) num_threads(threads) if (before < threads)
+    for (int i = before; i < threads; i++)
+      std::memset(of_thread_[i].get(), 0, sizeof(detail::MatmulWorkspace));
   }
-  detail::MatmulWorkspace& of_thread(int thread) { return *of_thread_[thread]; }
+  static int64_t bytes(int64_t threads) {
+    return threads * static_cast<int64_t>(sizeof(detail::MatmulWorkspace));
+  }
+  detail::MatmulWorkspace& of_thread(int thread) {
+    return *of_thread_[thread];
+  }
 
  private:
   std::vector<std::unique_ptr<detail::MatmulWorkspace>> of_thread_;
@@ -390,14 +402,15 @@ Grid grid_for(int64_t M, int64_t N, int threads) {
 template <class Kernel>
 void multiply(const Product& p, int threads, MatmulScratch& scratch) {
   const Grid grid = grid_for<Kernel>(p.M, p.N, threads);
-  scratch.reserve(threads);
+  const int caller = thread_number();  // of a parallel region around this call
+  scratch.reserve(caller + threads);
 #pragma omp parallel for schedule(dynamic) num_threads(threads) if (threads > 1)
   for (int64_t i = 0; i < grid.rows.parts * grid.cols.parts; i++) {
     const int64_t row = i / grid.cols.parts, col = i % grid.cols.parts;
     const Product part =
         p.part(grid.rows.begin(row) * Kernel::kRows, std::min(p.M, grid.rows.end(row) * Kernel::kRows),
                grid.cols.begin(col) * Kernel::kLanes, std::min(p.N, grid.cols.end(col) * Kernel::kLanes));
-    SlabProduct<Kernel>::run(part, scratch.of_thread(threads > 1 ? thread_number() : 0));
+    SlabProduct<Kernel>::run(part, scratch.of_thread(threads > 1 ? thread_number() : caller));
   }
 }
 

@@ -47,6 +47,9 @@ inline Names<LrSchedule> names_of(LrSchedule) {
 inline Names<Precision> names_of(Precision) {
   return {{"fp32", Precision::fp32}, {"bf16", Precision::bf16}};
 }
+inline Names<Recompute> names_of(Recompute) {
+  return {{"none", Recompute::none}, {"ffn", Recompute::ffn}, {"block", Recompute::block}};
+}
 
 template <class Enum>
 std::string name_of(Enum value) {

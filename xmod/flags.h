@@ -254,6 +254,9 @@ inline std::vector<Flag> record_flags() {
   };
 }
 
+inline constexpr const char* kRecomputeHelp =
+    "none, ffn or block: what layers do not keep for the backward pass but compute again";
+
 inline std::vector<Flag> train_machine_flags() {
   using O = TrainOptions;
   constexpr auto part = &Options::train;
@@ -263,6 +266,7 @@ inline std::vector<Flag> train_machine_flags() {
       value_flag("threads", "N", part, &O::threads, between(0, 4096),
                  "threads to compute with; 0: all processors"),
       value_flag("precision", "NAME", part, &O::precision, {}, "number format of the matrix products: fp32"),
+      value_flag("recompute", "NAME", part, &O::recompute, {}, kRecomputeHelp),
   };
 }
 
@@ -275,7 +279,11 @@ inline std::vector<Flag> plan_flags() {
   return {
       compute,
       value_flag("batch-size", "N", part, &O::batch_size, between(1, 2147483647),
-                 "sequences of a micro-batch, for the memory estimate"),
+                 "sequences of a micro-batch, for the memory estimate, as the next three"),
+      value_flag("optimizer", "NAME", part, &O::optimizer, {}, "muon or adamw, for the hidden matrices"),
+      value_flag("recompute", "NAME", part, &O::recompute, {}, kRecomputeHelp),
+      value_flag("threads", "N", part, &O::threads, between(0, 4096),
+                 "threads to compute with; 0: all processors"),
       switch_flag("json", part, &O::json, true, "print JSON"),
   };
 }

@@ -5,6 +5,7 @@
 #include <string>
 #include <vector>
 
+#include "xmod/activations.h"
 #include "xmod/schedule.h"
 #include "xmod_common.h"
 
@@ -36,11 +37,15 @@ struct TrainOptions {
   int64_t seed = 42;
   int64_t threads = 0;  // 0: OpenMP's default
   Precision precision = Precision::fp32;
+  Recompute recompute = Recompute::none;
 };
 
 struct PlanOptions {
-  double compute = 0;  // 0: not given
-  int64_t batch_size = 16;
+  double compute = 0;       // 0: not given
+  int64_t batch_size = 16;  // this and the next three: of the memory estimate
+  Optimizer optimizer = Optimizer::muon;
+  Recompute recompute = Recompute::none;
+  int64_t threads = 0;
   bool json = false;
 };
 
