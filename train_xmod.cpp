@@ -28,7 +28,9 @@
 #include "xmod/cpu_attention.h"
 #include "xmod/cpu_experts.h"
 #include "xmod/cpu_matmul.h"
+#include "xmod/cpu_muon.h"
 #include "xmod/cpu_rows.h"
+#include "xmod/cpu_threads.h"
 #include "xmod/cpu_vector.h"
 #include "xmod/model.h"
 #include "xmod/optimizer.h"
@@ -54,11 +56,7 @@ class CpuBackend : public CpuExpertPasses {
   }
 
   static int threads() {
-#ifdef _OPENMP
-    return omp_get_max_threads();
-#else
-    return 1;
-#endif
+    return max_threads();
   }
 
   // ------------------------------------------------------------------------------------------------
@@ -66,6 +64,29 @@ class CpuBackend : public CpuExpertPasses {
 
   static int64_t memory_bytes() {
     return int64_t{sysconf(_SC_PHYS_PAGES)} * sysconf(_SC_PAGE_SIZE);
+  }
+
+  // Beside what a run allocates: the program, its libraries, stacks of threads.
+  static int64_t program_bytes(int64_t threads) {
+    return kProgramBytes + threads * kThreadBytes;
+  }
+
+  // Working memory of the passes over batches of B sequences.
+  static int64_t pass_bytes(const ModelConfig& c, int64_t B, Use use, int64_t threads) {
+    const int64_t n = B * c.seq_len;
+    const bool training = use == Use::training;
+    const int64_t selection = threads * c.seq_len * 2 * static_cast<int64_t>(sizeof(uint64_t));
+    const int64_t row_values = training ? n * static_cast<int64_t>(sizeof(float)) : 0;
+    const int64_t row_sums = training ? row_sums_bytes(n, c.dim) : 0;
+    constexpr int64_t kScratches = 2;  // of the chosen precision, and of what is fp32 in any case
+    return kScratches * MatmulScratch::bytes(threads) +
+           attention_working_bytes(B, c.seq_len, c.heads, c.kv_heads, c.head_dim, threads, training) +
+           std::max(row_sums, expert_working_bytes(c, n)) + (is_routed(c.arch) ? selection + row_values : 0);
+  }
+
+  // Working memory of Muon.
+  static int64_t muon_bytes(const MuonShapes& shapes, int64_t threads) {
+    return CpuMuon::bytes(shapes, threads);
   }
 
   template <class T>
@@ -766,33 +787,18 @@ class CpuBackend : public CpuExpertPasses {
     }
   }
 
-  // Muon on `count` matrices of one shape. Few large ones: one after the other, each product on all threads;
-  // many: one a thread.
+  // Muon on `count` matrices of one shape; see xmod/cpu_muon.h.
   void muon_update(float* params,           // matrices (rows, cols) at `offsets`
                    float* momentum,         // the same places
                    const float* grads,      // the same places
                    const int64_t* offsets,  // (count) on the host
                    int64_t count, int64_t rows, int64_t cols, const MuonStep& h) {
-    muon_scratch_.resize(static_cast<size_t>(threads()));
-    // One call, whichever way it runs: a compiler may fuse the arithmetic of two calls differently.
-    [[maybe_unused]] const int workers = count < threads() ? 1 : threads();
-#pragma omp parallel for schedule(dynamic, 1) num_threads(workers)
-    for (int64_t i = 0; i < count; i++) {
-      const int64_t at = offsets[i];
-      muon_matrix(params + at, momentum + at, grads + at, rows, cols, h, muon_scratch_[thread()]);
-    }
+    muon_.update(params, momentum, grads, offsets, count, rows, cols, h, fp32_scratch_);
   }
 
  private:
   static constexpr std::align_val_t kAlignment{64};
-
-  static int thread() {
-#ifdef _OPENMP
-    return omp_get_thread_num();
-#else
-    return 0;
-#endif
-  }
+  static constexpr int64_t kProgramBytes = int64_t{6} << 20, kThreadBytes = int64_t{1} << 17;
 
   void fp32_gradients(float* dinp, float* dweight, const float* dout, const float* inp, const float* weight,
                       int64_t n, int64_t C, int64_t OC, const MatmulUpdate& update_dinp) {
@@ -800,68 +806,11 @@ class CpuBackend : public CpuExpertPasses {
     matmul(dweight, C, transposed(dout, OC), stored(inp, C), OC, C, n, fp32_scratch_, {.accumulate = true});
   }
 
-  // --- Muon ---
-
-  struct MuonScratch {
-    AlignedFloats x, next, gram, polynomial;
-    MatmulScratch matmul;
-  };
-
-  static void muon_matrix(float* param, float* momentum, const float* grad, int64_t rows, int64_t cols,
-                          const MuonStep& h, MuonScratch& scratch) {
-    const int64_t size = rows * cols;
-    float* x = scratch.x.reserve(size);  // (rows, cols) Nesterov's update
-#pragma omp simd
-    for (int64_t i = 0; i < size; i++) {
-      const float g = grad[i] * h.grad_scale;
-      momentum[i] = h.beta * momentum[i] + (1 - h.beta) * g;
-      x[i] = (1 - h.beta) * g + h.beta * momentum[i];
-    }
-    const float* orthogonal = newton_schulz(rows, cols, scratch);
-    const float rate = h.lr * h.rms_match * std::sqrt(static_cast<float>(std::max(rows, cols)));
-    const float keep = 1 - h.lr * h.weight_decay;
-#pragma omp simd
-    for (int64_t i = 0; i < size; i++) param[i] = param[i] * keep - rate * orthogonal[i];
-  }
-
-  // Brings the singular values of scratch.x (rows, cols) near 1: five steps of
-  // X <- (a I + b A + c A A) X with A = X X^T, or for a tall matrix the transpose of that,
-  // X <- X (a I + b A + c A A) with A = X^T X, so that A has the smaller size. Returns the result.
-  static const float* newton_schulz(int64_t rows, int64_t cols, MuonScratch& scratch) {
-    constexpr float a = 3.4445f, b = -4.7750f, c = 2.0315f;
-    const bool tall = rows > cols;
-    const int64_t R = std::min(rows, cols);
-    float* x = scratch.x.reserve(rows * cols);
-    float* next = scratch.next.reserve(rows * cols);
-    float* gram = scratch.gram.reserve(R * R);              // A
-    float* polynomial = scratch.polynomial.reserve(R * R);  // a I + b A + c A A
-    const float norm = static_cast<float>(std::sqrt(sum_of_squares_double(x, rows * cols)));
-    const float scale = 1 / (norm + 1e-7f);
-#pragma omp simd
-    for (int64_t i = 0; i < rows * cols; i++) x[i] *= scale;
-    for (int step = 0; step < 5; step++) {
-      const Operand wide = tall ? transposed(x, cols) : stored(x, cols);  // (R, the larger size)
-      matmul(gram, R, wide, wide.transpose(), R, R, std::max(rows, cols), scratch.matmul);
-#pragma omp simd
-      for (int64_t i = 0; i < R * R; i++) polynomial[i] = b * gram[i];
-      for (int64_t i = 0; i < R; i++) polynomial[i * R + i] += a;
-      matmul(polynomial, R, stored(gram, R), stored(gram, R), R, R, R, scratch.matmul,
-             {.alpha = c, .accumulate = true});
-      if (tall) {
-        matmul(next, cols, stored(x, cols), stored(polynomial, R), rows, cols, R, scratch.matmul);
-      } else {
-        matmul(next, cols, stored(polynomial, R), stored(x, cols), rows, cols, R, scratch.matmul);
-      }
-      std::swap(x, next);
-    }
-    return x;
-  }
-
   MatmulScratch matmul_scratch_;  // of the chosen precision and instructions
   MatmulScratch fp32_scratch_;
   AttentionScratch attention_scratch_;
   AlignedFloats row_values_;
-  std::vector<MuonScratch> muon_scratch_;
+  CpuMuon muon_;
 };
 
 }  // namespace xmod

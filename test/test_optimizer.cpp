@@ -613,5 +613,29 @@ TEST(Schedule, ARunOfOneStepHasTheFullRate) {
   for (LrSchedule schedule : kSchedules) EXPECT_EQ(schedule_factor(schedule, 0, 1, 0, 0.1), 1);
 }
 
+#ifndef XMOD_TEST_CUDA
+// Against a plain product, for matrices of one block, of blocks that do not come out even, and transposed.
+TEST(SymmetricProduct, IsTheProductWithTheTransposeAndExactlySymmetric) {
+  MatmulScratch scratch;
+  for (const auto& [R, L] : {std::pair<int64_t, int64_t>{1, 3}, {5, 20}, {64, 7}, {65, 130}, {600, 40}}) {
+    for (const bool is_transposed : {false, true}) {
+      SCOPED_TRACE("R " + std::to_string(R) + ", L " + std::to_string(L) +
+                   (is_transposed ? " transposed" : ""));
+      const Floats a = normal_numbers(R * L, 1);
+      const Operand operand = is_transposed ? transposed(a.data(), R) : stored(a.data(), L);
+      Floats c(static_cast<size_t>(R * R), 0.0f), plain = c;
+      for (int64_t i = 0; i < R; i++) c[i * R + i] = plain[i * R + i] = 3;
+      const MatmulUpdate update{.alpha = 0.5f, .accumulate = true};
+      symmetric_product(c.data(), operand, R, L, scratch, update);
+      matmul(plain.data(), R, operand, operand.transpose(), R, R, L, scratch, update);
+      EXPECT_LE(normalised_error(c, plain), 1e-6);
+      for (int64_t i = 0; i < R; i++) {
+        for (int64_t j = 0; j < i; j++) ASSERT_EQ(c[i * R + j], c[j * R + i]) << i << ", " << j;
+      }
+    }
+  }
+}
+#endif
+
 }  // namespace
 }  // namespace xmod

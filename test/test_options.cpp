@@ -110,6 +110,7 @@ TEST(Defaults, AreTheStructs) {
   EXPECT_EQ(o.train.seed, 42);
   EXPECT_EQ(o.machine.threads, 0);
   EXPECT_EQ(o.machine.precision, Precision::fp32);
+  EXPECT_EQ(o.train.recompute, Recompute::none);
   EXPECT_EQ(describe_difference(o.model, ModelConfig{}), "") << "the tiny preset";
   EXPECT_FALSE(o.help);
 }
@@ -120,7 +121,7 @@ TEST(Values, EveryTrainFlag) {
                   "--optimizer adamw --lr 0.5 --adamw-lr 0 --weight-decay 0 --warmup-steps 0 "
                   "--lr-schedule wsd --final-lr-fraction 1 --grad-clip 0 --eval-interval 0 "
                   "--eval-batches 7 --checkpoint-interval 8 --keep-checkpoints 9 --resume --seed 10 "
-                  "--threads 2 --precision bf16 --instructions amx"));
+                  "--threads 2 --precision bf16 --instructions amx --recompute block"));
   const TrainOptions& t = o.train;
   EXPECT_EQ(t.train_data, "a");
   EXPECT_EQ(t.val_data, "b");
@@ -146,6 +147,7 @@ TEST(Values, EveryTrainFlag) {
   EXPECT_EQ(o.machine.threads, 2);
   EXPECT_EQ(o.machine.precision, Precision::bf16);
   EXPECT_EQ(o.machine.instructions, "amx");
+  EXPECT_EQ(t.recompute, Recompute::block);
 }
 
 TEST(Values, EveryModelFlag) {
@@ -192,9 +194,15 @@ TEST(Values, EveryModelFlag) {
 }
 
 TEST(Values, EveryFlagOfTheOtherCommands) {
-  const PlanOptions plan = parse({"plan", "--compute", "1e20", "--batch-size", "1", "--json"}).plan;
+  const Options of_plan =
+      parse(words("plan --compute 1e20 --batch-size 1 --optimizer adamw --recompute ffn "
+                  "--threads 3 --json"));
+  const PlanOptions& plan = of_plan.plan;
   EXPECT_EQ(plan.compute, 1e20);
   EXPECT_EQ(plan.batch_size, 1);
+  EXPECT_EQ(plan.optimizer, Optimizer::adamw);
+  EXPECT_EQ(plan.recompute, Recompute::ffn);
+  EXPECT_EQ(of_plan.machine.threads, 3);
   EXPECT_TRUE(plan.json);
 
   const Options of_eval =
@@ -370,6 +378,8 @@ TEST(Refused, UnknownValues) {
                {"--optimizer adam: expected muon or adamw; did you mean adamw?"});
   expect_error(kTrain + std::vector<std::string>{"--lr-schedule", "cos"},
                {"--lr-schedule cos", "cosine, linear, wsd or constant"});
+  expect_error(kTrain + std::vector<std::string>{"--recompute", "blocks"},
+               {"--recompute blocks", "none, ffn or block", "did you mean block?"});
   expect_error(kTrain + std::vector<std::string>{"--precision", "fp16"},
                {"--precision fp16", "fp32 or bf16"});
 }

@@ -2,13 +2,12 @@
 // what `plan` prints.
 #include "xmod/plan.h"
 
-#include <gtest/gtest.h>
-
 #include <set>
 #include <sstream>
 
-using namespace xmod;
+#include "backend.h"
 
+namespace xmod {
 namespace {
 
 ModelConfig preset(const std::string& name) {
@@ -109,7 +108,7 @@ Options plan_options(const ModelConfig& c, bool json, double compute = 0, int64_
 
 std::string plan_text(const Options& o) {
   std::ostringstream out;
-  print_plan(o, out);
+  print_plan<TestBackend>(o, out);
   return out.str();
 }
 
@@ -148,8 +147,6 @@ ModelConfig tiny(int64_t active_layers, int64_t A, int64_t K) {
   c.token_sparsity = K;
   return c;
 }
-
-}  // namespace
 
 // ---------------------------------------------------------------------------------------------------
 // The paper
@@ -353,29 +350,131 @@ TEST(Memory, ParametersAndOptimizer) {
   const int64_t second_moments = memory["optimizer: AdamW's second moments"].get<int64_t>();
   EXPECT_GE(second_moments, adamw);
   EXPECT_LE(second_moments, adamw + padding);
-  const int64_t all_adamw = estimate_memory(c, 1, Optimizer::adamw).groups[3].second;
+  Options o = plan_options(c, true);
+  o.plan.optimizer = Optimizer::adamw;
+  const nlohmann::json adamw_memory = nlohmann::json::parse(plan_text(o))["memory"];
+  const int64_t all_adamw = adamw_memory["optimizer: AdamW's second moments"].get<int64_t>();
   EXPECT_GE(all_adamw, 4 * a.params_total);
   EXPECT_LE(all_adamw, 4 * a.params_total + padding);
+  EXPECT_GT(memory["working memory of Muon"], 0);
+  EXPECT_EQ(adamw_memory["working memory of Muon"], 0);
+}
+
+// Of the groups that describe the arena.
+int64_t activation_bytes(const nlohmann::json& memory) {
+  int64_t bytes = 0;
+  for (const char* group : {"residual stream and routing scores", "output head", "gradients of activations",
+                            "saved by dense layers", "saved by sparse layers",
+                            "layer at work (one space for all)", "evaluation, beyond training"}) {
+    bytes += memory.at(group).get<int64_t>();
+  }
+  return bytes;
+}
+
+nlohmann::json memory_of(const ModelConfig& c, Recompute recompute, int64_t batch_size = 2,
+                         int64_t threads = 2) {
+  Options o = plan_options(c, true, 0, batch_size);
+  o.plan.recompute = recompute;
+  o.machine.threads = threads;
+  return nlohmann::json::parse(plan_text(o))["memory"];
 }
 
 TEST(Memory, TotalIsTheSumAndActivationsAreTheArena) {
-  const ModelConfig c;
-  for (int64_t batch : {1, 3, 16}) {
-    const nlohmann::json memory = plan_as_json(c, 0, batch)["memory"];
-    int64_t sum = 0, activations = 0;
-    const std::set<std::string> others = {"parameters", "gradients", "optimizer: momentum",
-                                          "optimizer: AdamW's second moments",
-                                          "rotary table, thresholds, biases"};
-    for (const auto& [group, bytes] : memory.items()) {
-      if (group == "total") continue;
-      sum += bytes.get<int64_t>();
-      if (!others.count(group)) activations += bytes.get<int64_t>();
+  // Evaluation, which may select any number of tokens, needs more than training: all layers are sparse, and
+  // there is more about the heads than in the rows.
+  ModelConfig all_sparse;
+  all_sparse.dim = 4;
+  all_sparse.ffn_dim = 8;
+  all_sparse.heads = all_sparse.kv_heads = 8;
+  all_sparse.head_dim = 2;
+  all_sparse.anchors = false;
+  all_sparse.dense_prefix = 0;
+  all_sparse.active_layers = 1;
+  all_sparse.token_sparsity = 64;
+  for (const ModelConfig& c : {ModelConfig{}, dense_model("tiny"), all_sparse}) {
+    for (Recompute recompute : {Recompute::none, Recompute::ffn, Recompute::block}) {
+      for (int64_t batch : {1, 3, 16}) {
+        const nlohmann::json memory = memory_of(c, recompute, batch);
+        int64_t sum = 0;
+        for (const auto& [group, bytes] : memory.items()) {
+          if (group != "total") sum += bytes.get<int64_t>();
+        }
+        EXPECT_EQ(memory["total"], sum);
+        const int64_t training =
+            measure_activations<float>(c, batch, c.seq_len, Use::training, recompute).used();
+        const int64_t inference = measure_activations<float>(c, batch, c.seq_len, Use::inference).used();
+        EXPECT_EQ(activation_bytes(memory), std::max(training, inference));
+        EXPECT_EQ(memory["evaluation, beyond training"], std::max<int64_t>(0, inference - training));
+      }
     }
-    EXPECT_EQ(memory["total"], sum);
-    const int64_t training = measure_activations<float>(c, batch, c.seq_len, Use::training).used();
-    const int64_t inference = measure_activations<float>(c, batch, c.seq_len, Use::inference).used();
-    EXPECT_EQ(activations, training);
-    EXPECT_LE(inference, training) << "evaluation lies in the same memory";
+  }
+  EXPECT_GT(memory_of(all_sparse, Recompute::block)["evaluation, beyond training"], 0);
+}
+
+// What --recompute leaves of a layer: with ffn all but the (n, 3 ffn_dim) of its FFN, with block only its
+// rows.
+TEST(Memory, RecomputedActivationsAreNotKept) {
+  const ModelConfig c;
+  const int64_t B = 2, n = B * c.seq_len, selected = n / c.token_sparsity, d = c.dim, dense = 5, sparse = 12;
+  const nlohmann::json none = memory_of(c, Recompute::none, B), ffn = memory_of(c, Recompute::ffn, B),
+                       block = memory_of(c, Recompute::block, B);
+  auto kept = [](const nlohmann::json& memory, const char* layers) {
+    return memory.at(std::string("saved by ") + layers + " layers").get<int64_t>();
+  };
+  EXPECT_EQ(kept(none, "dense") - kept(ffn, "dense"), dense * n * 3 * c.ffn_dim * 4);
+  EXPECT_EQ(kept(none, "sparse") - kept(ffn, "sparse"), sparse * selected * 3 * c.ffn_dim * 4);
+  EXPECT_EQ(kept(block, "dense"), dense * n * d * 4);
+  // Rows, positions and router logits beside the rows of the stream, and where the sequences begin.
+  EXPECT_EQ(kept(block, "sparse"), sparse * (selected * (d + 3) * 4 + 64));
+
+  auto at_work = [](const nlohmann::json& memory) {
+    return memory.at("layer at work (one space for all)").get<int64_t>();
+  };
+  EXPECT_EQ(at_work(none), n * d * 4);
+  EXPECT_EQ(at_work(ffn), n * (d + 3 * c.ffn_dim) * 4);
+  EXPECT_EQ(at_work(block), at_work(none) + (kept(none, "dense") - kept(block, "dense")) / dense);
+}
+
+// The scores of attention never stand in memory, nor does the whole of a large vocabulary's logits.
+TEST(Memory, IsLinearInTheContext) {
+  for (Recompute recompute : {Recompute::none, Recompute::block}) {
+    ModelConfig c = dense_model("165M");
+    c.vocab_size = 8192;
+    double bytes[3];
+    for (int i = 0; i < 3; i++) {
+      c.seq_len = 2048 << i;
+      const nlohmann::json memory = memory_of(c, recompute, 1);
+      bytes[i] = activation_bytes(memory) + memory["working memory of the passes"].get<double>();
+    }
+    EXPECT_NEAR((bytes[2] - bytes[1]) / (bytes[1] - bytes[0]), 2, 0.001);
+  }
+}
+
+TEST(Memory, LogitsStandInChunksOfRows) {
+  for (const char* name : {"tiny", "165M", "1.65B"}) {
+    ModelConfig c = dense_model(name);
+    for (int64_t V : {256, 8192, 100352, 1 << 20}) {
+      c.vocab_size = V;
+      for (int64_t batch : {1, 64}) {
+        const int64_t n = batch * c.seq_len, rows = logit_rows_per_chunk(n, V);
+        EXPECT_LE(rows * V, std::max<int64_t>(1 << 23, 64 * V)) << "at most 32 MiB, or 64 rows";
+        EXPECT_TRUE(rows >= n || 2 * rows * V > 1 << 23) << "and no more chunks than that takes";
+        const int64_t rest = n * (c.dim + 2) * 4;  // final norm, its factors, losses
+        EXPECT_EQ(memory_of(c, Recompute::none, batch)["output head"], rest + rows * V * 4);
+      }
+    }
+  }
+}
+
+TEST(Memory, EachThreadTakesItsShare) {
+  const ModelConfig c = dense_model("tiny");
+  int64_t before = 0;
+  for (int64_t threads : {1, 2, 8}) {
+    const nlohmann::json memory = memory_of(c, Recompute::none, 2, threads);
+    const int64_t working = memory["working memory of the passes"].get<int64_t>();
+    EXPECT_GE(working, before + MatmulScratch::bytes(1));
+    EXPECT_EQ(memory["program and libraries"], TestBackend::program_bytes(threads));
+    before = working;
   }
 }
 
@@ -488,3 +587,6 @@ TEST(Plan, ABudgetBeyondCountingIsRefused) {
     }
   }
 }
+
+}  // namespace
+}  // namespace xmod

@@ -71,6 +71,15 @@ TEST(FillNormal, HasTheMomentsOfANormalDistribution) {
   EXPECT_NEAR(neighbours, 0, one);
 }
 
+TEST(FillNormal, AnyPieceIsAPartOfTheWhole) {
+  const int64_t n = 1003;
+  Floats whole(n), pieces(n);
+  fill_normal(whole.data(), n, 1, 7, 8);
+  for (int64_t first = 0; first < n; first += 100)
+    fill_normal(pieces.data() + first, std::min<int64_t>(100, n - first), 1, 7, 8, first);
+  EXPECT_TRUE(same_bits(pieces, whole));
+}
+
 // The share of numbers below x must be that of the distribution, far out in the tails as well.
 TEST(FillNormal, HasTheDistributionFunctionOfANormalDistribution) {
   const int64_t n = 1 << 18;

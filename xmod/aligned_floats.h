@@ -1,29 +1,34 @@
 // Working memory of the CPU's passes.
 #pragma once
 
-#include <cstddef>
 #include <cstdint>
-#include <vector>
+#include <memory>
 
 namespace xmod {
 
-// Floats on a cache line's border; grows on demand, never shrinks, forgets nothing it need not.
+// Floats on a cache line's border. They grow on demand, to the size that is asked for, and never shrink.
 class AlignedFloats {
  public:
-  // At least `count` floats. A later call may move them.
+  // At least `count` floats. Where there were fewer, what stood in them is lost: old and new ones never lie
+  // in memory side by side.
   float* reserve(int64_t count) {
     constexpr int64_t kPerLine = sizeof(Line) / sizeof(float);
-    const size_t lines = static_cast<size_t>((count + kPerLine - 1) / kPerLine);
-    if (lines_.size() < lines) lines_.resize(lines);
+    const int64_t lines = (count + kPerLine - 1) / kPerLine;
+    if (lines > lines_) {
+      data_.reset();
+      data_.reset(new Line[static_cast<size_t>(lines)]());
+      lines_ = lines;
+    }
     return data();
   }
-  float* data() { return lines_.empty() ? nullptr : lines_.data()->values; }
+  float* data() { return data_ ? data_[0].values : nullptr; }
 
  private:
   struct alignas(64) Line {
     float values[16];
   };
-  std::vector<Line> lines_;
+  std::unique_ptr<Line[]> data_;
+  int64_t lines_ = 0;
 };
 
 }  // namespace xmod

@@ -69,12 +69,11 @@ template <class Backend>
 void load_tensors(const std::string& path, Backend& be, const std::vector<StoredTensor>& tensors) {
   const SafetensorsFile file(path);
   std::set<std::string> known;
-  std::vector<float> host;
   for (const StoredTensor& t : tensors) {
     known.insert(t.name);
-    host.resize(static_cast<size_t>(file.info(t.name).elements()));
-    file.read_f32(t.name, t.shape, host.data());
-    be.to_device(t.device, host.data(), static_cast<int64_t>(host.size()));
+    file.read_f32_pieces(t.name, t.shape, [&](int64_t first, const float* values, int64_t n) {
+      be.to_device(t.device + first, values, n);
+    });
   }
   for (const TensorInfo& info : file.tensors()) {
     if (!known.count(info.name)) {

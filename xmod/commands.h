@@ -45,10 +45,18 @@ inline Tokenizer checkpoint_tokenizer(const std::string& checkpoint, const Model
 
 template <class Backend>
 void train(const Options& options) {
-  const TrainOptions& o = options.train;
-  require_memory(estimate_memory(options.model, o.batch_size, o.optimizer).total(), Backend::memory_bytes());
+  require_memory(
+      training_memory<Backend>(options.model, run_size(options.train, options.machine.threads)).total(),
+      Backend::memory_bytes());
   Backend backend(options.machine);
   Trainer<Backend>(backend, options, std::cout).run();
+}
+
+template <class Backend>
+void require_inference_memory(const ModelConfig& config, int64_t batch_size, int64_t threads) {
+  RunSize run;
+  run.batch_size = batch_size, run.threads = threads;
+  require_memory(inference_bytes<Backend>(config, run), Backend::memory_bytes());
 }
 
 inline void require_other_file(const char* flag, const std::string& path, const std::string& input) {
@@ -152,7 +160,7 @@ void eval(const Options& options) {
   for (const TaskFile& file : tasks) sequences = std::max(sequences, file.num_choices());
   const int64_t B = std::min(o.batch_size, sequences);
   validate_size(config, B);
-  require_memory(inference_bytes(config, B), Backend::memory_bytes());
+  require_inference_memory<Backend>(config, B, options.machine.threads);
   Backend backend(options.machine);
   Model<Backend> model(backend, config, B, Use::inference);
   load_model(o.checkpoint, model);
@@ -232,7 +240,7 @@ void generate_text(const Options& options) {
 
   const auto B = static_cast<int64_t>(texts.size());
   validate_size(config, B);
-  require_memory(inference_bytes(config, B), Backend::memory_bytes());
+  require_inference_memory<Backend>(config, B, options.machine.threads);
   Backend backend(options.machine);
   Model<Backend> model(backend, config, B, Use::inference);
   load_model(o.checkpoint, model);
@@ -262,13 +270,14 @@ struct ValidationData {
 };
 
 // Opens the shards and checks that the model can run on batches of them. batches 0: all.
-inline ValidationData validation_data(const std::string& pattern, const ModelConfig& config,
-                                      int64_t batch_size, int64_t batches, int64_t memory) {
+template <class Backend>
+ValidationData validation_data(const std::string& pattern, const ModelConfig& config, int64_t batch_size,
+                               int64_t batches, int64_t threads) {
   TokenShards shards(pattern, config.seq_len, config.vocab_size, "--val-data");
   const int64_t B = std::min(batch_size, shards.num_sequences());
   const int64_t most = batches == 0 ? shards.num_sequences() : batches * B;
   validate_size(config, B);
-  require_memory(inference_bytes(config, B), memory);
+  require_inference_memory<Backend>(config, B, threads);
   return {B, EvalLoader(std::move(shards), B, most)};
 }
 
@@ -278,7 +287,7 @@ void routing(const Options& options) {
   const ModelConfig config = load_config(o.checkpoint);
   require_sparse_layers(o.checkpoint, config);
   ValidationData data =
-      validation_data(o.val_data, config, o.batch_size, o.eval_batches, Backend::memory_bytes());
+      validation_data<Backend>(o.val_data, config, o.batch_size, o.eval_batches, options.machine.threads);
   // What cannot be written or spelt is found out before the work.
   const std::vector<std::string> inputs = input_files(o.checkpoint, &data.loader.shards());
   OptionalFile csv("--csv", o.csv, inputs), map_file("--map", o.map, inputs);
@@ -315,7 +324,7 @@ void run_command(const Options& options) {
     case Command::train:
       return detail::train<Backend>(options);
     case Command::plan:
-      return print_plan(options, std::cout);
+      return print_plan<Backend>(options, std::cout);
     case Command::eval:
       return detail::eval<Backend>(options);
     case Command::generate:

@@ -15,11 +15,8 @@
 #include <limits>
 #include <vector>
 
-#ifdef _OPENMP
-#include <omp.h>
-#endif
-
 #include "xmod/aligned_floats.h"
+#include "xmod/cpu_threads.h"
 #include "xmod/cpu_vector.h"
 
 namespace xmod {
@@ -107,6 +104,13 @@ struct TileBuffers {
   AlignedFloats panels;                    // (key tiles, panels of a tile, shape.panel())
   std::vector<int64_t> visible;            // (R) keys that each row sees
 
+  static int64_t bytes(const AttentionShape& shape, int64_t panel_floats) {
+    const int64_t rows = shape.tile_rows();
+    const int64_t floats = 4 * rows * shape.width() + 2 * rows * kKeyTile + 3 * rows + rows * kLanes;
+    return (floats + panel_floats) * static_cast<int64_t>(sizeof(float)) +
+           rows * static_cast<int64_t>(sizeof(int64_t));
+  }
+
   void reserve(const AttentionShape& shape, int64_t panel_floats) {
     const int64_t rows = shape.tile_rows();
     for (AlignedFloats* tile : {&query, &out, &dout, &dquery}) tile->reserve(rows * shape.width());
@@ -131,22 +135,6 @@ struct AttentionScratch {
 };
 
 namespace attention {
-
-inline int max_threads() {
-#ifdef _OPENMP
-  return omp_get_max_threads();
-#else
-  return 1;
-#endif
-}
-
-inline int thread_index() {
-#ifdef _OPENMP
-  return omp_get_thread_num();
-#else
-  return 0;
-#endif
-}
 
 // ---------------------------------------------------------------------------------------------------
 // Tile products
@@ -364,6 +352,10 @@ struct WorkPlan {
   float* shared_panels;
 };
 
+inline bool divides_by_head(int64_t busy_heads, int64_t threads) {
+  return busy_heads % threads == 0 || busy_heads >= 8 * threads;
+}
+
 inline WorkPlan plan_work(AttentionScratch& scratch, const Sequences& sequences, const AttentionShape& shape,
                           int64_t panels_per_key_tile) {
   list_tiles(scratch, sequences, shape);
@@ -373,7 +365,7 @@ inline WorkPlan plan_work(AttentionScratch& scratch, const Sequences& sequences,
     most_key_tiles = std::max(most_key_tiles, head.last_key - head.first_key);
     busy_heads += head.last_query > head.first_query;
   }
-  const bool by_head = busy_heads % threads == 0 || busy_heads >= 8 * threads;
+  const bool by_head = divides_by_head(busy_heads, threads);
 
   const int64_t floats = panels_per_key_tile * shape.panel();
   if (!by_head) scratch.panels.reserve(key_tile_count * floats);
@@ -537,7 +529,7 @@ inline void attention_forward(float* out, float* lse, const float* q, const floa
 
 #pragma omp parallel
   {
-    TileBuffers& buffers = scratch.threads[static_cast<size_t>(thread_index())];
+    TileBuffers& buffers = scratch.threads[static_cast<size_t>(thread_number())];
     if (plan.by_head) {
 #pragma omp for schedule(dynamic)
       for (int64_t h = 0; h < plan.head_count; ++h) {
@@ -706,6 +698,19 @@ inline void attention_backward_pair(TileBuffers& buffers, const QueryTile& tile,
 
 }  // namespace attention
 
+// Working memory of passes over B sequences of T tokens, forward, or forward and backward; without the lists
+// of tiles.
+inline int64_t attention_working_bytes(int64_t B, int64_t T, int64_t H, int64_t KV, int64_t hd,
+                                       int64_t threads, bool backward) {
+  using namespace attention;
+  const AttentionShape shape{H, KV, hd};
+  const int64_t panels = backward ? BackwardPanels::kCount : ForwardPanels::kCount;
+  const int64_t head = round_up(T, kKeyTile) / kKeyTile * panels * shape.panel();  // floats
+  const bool by_head = divides_by_head(B * KV, threads);
+  const int64_t shared = by_head ? 0 : B * KV * head * static_cast<int64_t>(sizeof(float));
+  return threads * TileBuffers::bytes(shape, by_head ? head : 0) + shared;
+}
+
 // dq (nq, H, hd), dk (nk, KV, hd), dv (nk, KV, hd) with rows dv_stride apart: written, not accumulated; dk
 // and dv are 0 where no query sees the key. dout (nq, H, hd); q, k, v, own_key and the offsets as in the
 // forward pass, out and lse its results
@@ -732,7 +737,7 @@ inline void attention_backward(float* dq, float* dk, float* dv, int64_t dv_strid
 
 #pragma omp parallel
   {
-    TileBuffers& buffers = scratch.threads[static_cast<size_t>(thread_index())];
+    TileBuffers& buffers = scratch.threads[static_cast<size_t>(thread_number())];
     float* dquery = buffers.dquery.data();
     const auto add_pair = [&](const QueryTile& tile, int64_t j, const BackwardPanels& panels) {
       attention_backward_pair(buffers, tile, panels, j * kKeyTile,

@@ -15,6 +15,7 @@
 
 #include "xmod/cpu_rows.h"
 #include "xmod/cpu_vector.h"
+#include "xmod/model_config.h"
 
 namespace xmod {
 
@@ -335,6 +336,14 @@ class CpuExpertPasses : protected RowSums {
 #pragma omp simd
       for (int64_t j = 0; j < d; j++) dinp[i * d + j] += dout[j] * share;
     }
+  }
+
+ protected:
+  // Working memory of these passes over n tokens.
+  static int64_t expert_working_bytes(const ModelConfig& c, int64_t n) {
+    if (c.arch != Arch::deco) return 0;
+    return std::max({row_sums_bytes(c.experts * c.expert_dim, c.dim), row_sums_bytes(n, c.experts),
+                     row_sums_bytes(n * c.experts, c.expert_dim)});
   }
 
  private:

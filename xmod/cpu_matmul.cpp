@@ -17,6 +17,7 @@
 
 #include "xmod/cpu_instructions.h"
 #include "xmod/cpu_matmul_blocks.h"
+#include "xmod/cpu_threads.h"
 #include "xmod/error.h"
 
 // Between these two every function may use the named instructions, whatever the rest is compiled for.
@@ -140,25 +141,18 @@ static Grid grid_for(const MatmulKernel& kernel, int64_t M, int64_t N, int threa
   return best;
 }
 
-static int thread_number() {
-#ifdef _OPENMP
-  return omp_get_thread_num();
-#else
-  return 0;
-#endif
-}
-
 static void multiply(const Product& p, int threads, MatmulScratch& scratch) {
   const MatmulKernel& kernel = scratch.kernel();
   const Grid grid = grid_for(kernel, p.M, p.N, threads);
-  scratch.reserve(threads);
+  const int caller = thread_number();  // of a parallel region around this call
+  scratch.reserve(caller + threads);
 #pragma omp parallel for schedule(dynamic) num_threads(threads) if (threads > 1)
   for (int64_t i = 0; i < grid.rows.parts * grid.cols.parts; i++) {
     const int64_t row = i / grid.cols.parts, col = i % grid.cols.parts;
     const Product part =
         p.part(grid.rows.begin(row) * kernel.rows, std::min(p.M, grid.rows.end(row) * kernel.rows),
                grid.cols.begin(col) * kernel.lanes, std::min(p.N, grid.cols.end(col) * kernel.lanes));
-    kernel.run(part, scratch.of_thread(threads > 1 ? thread_number() : 0));
+    kernel.run(part, scratch.of_thread(threads > 1 ? thread_number() : caller));
   }
 }
 
@@ -227,12 +221,17 @@ MatmulScratch::MatmulScratch(MatmulScratch&&) noexcept = default;
 MatmulScratch& MatmulScratch::operator=(MatmulScratch&&) noexcept = default;
 MatmulScratch::~MatmulScratch() = default;
 
+// Each workspace is written by its thread first, so that it lies near it, and whole: what is planned is what
+// is taken.
 void MatmulScratch::reserve(int threads) {
+  const int before = static_cast<int>(of_thread_.size());
   while (static_cast<int>(of_thread_.size()) < threads) of_thread_.emplace_back(new detail::MatmulWorkspace);
+#pragma omp parallel for schedule(static, 1) num_threads(threads) if (before < threads)
+  for (int i = before; i < threads; i++) std::memset(of_thread_[i].get(), 0, sizeof(detail::MatmulWorkspace));
 }
 
-int64_t MatmulScratch::bytes_per_thread() {
-  return sizeof(detail::MatmulWorkspace);
+int64_t MatmulScratch::bytes(int64_t threads) {
+  return threads * static_cast<int64_t>(sizeof(detail::MatmulWorkspace));
 }
 
 void matmul(float* c, int64_t c_stride, Operand a, Operand b, int64_t M, int64_t N, int64_t K,

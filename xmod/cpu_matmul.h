@@ -69,8 +69,9 @@ const std::vector<MatmulKernel>& matmul_kernels();
 // with one line where there is none.
 const MatmulKernel& choose_matmul_kernel(Precision precision, const std::string& name = "auto");
 
-// Working memory of products that run one after the other, and the kernel that they use: a workspace for each
-// thread, made when first needed. Callers that run side by side need a scratch each.
+// Working memory of products, and the kernel that they use: a workspace for each thread, made when first
+// needed. The threads of a parallel region may share a scratch that was reserved for all of them before;
+// other callers that run side by side need one each.
 class MatmulScratch {
  public:
   explicit MatmulScratch(const MatmulKernel& kernel = choose_matmul_kernel(Precision::fp32));
@@ -82,7 +83,7 @@ class MatmulScratch {
   void reserve(int threads);
   detail::MatmulWorkspace& of_thread(int thread) { return *of_thread_[thread]; }
 
-  static int64_t bytes_per_thread();
+  static int64_t bytes(int64_t threads);
 
  private:
   const MatmulKernel* kernel_;

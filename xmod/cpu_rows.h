@@ -122,8 +122,7 @@ class RowSums {
   // size, and the chunks in their order.
   template <class Visit>
   void add_row_sums(float* dweight, int64_t n, int64_t d, Visit visit) {
-    constexpr int64_t kRows = 64;
-    const int64_t chunks = (n + kRows - 1) / kRows;
+    const int64_t chunks = count_chunks(n);
     float* partial = row_sums_.reserve(chunks * d);  // (chunks, d)
 #pragma omp parallel for schedule(static)
     for (int64_t c = 0; c < chunks; c++) {
@@ -137,7 +136,17 @@ class RowSums {
     }
   }
 
+  // Its working memory.
+  static int64_t row_sums_bytes(int64_t n, int64_t d) {
+    return count_chunks(n) * d * static_cast<int64_t>(sizeof(float));
+  }
+
  private:
+  static constexpr int64_t kRows = 64;  // of a chunk
+  static int64_t count_chunks(int64_t n) {
+    return (n + kRows - 1) / kRows;
+  }
+
   AlignedFloats row_sums_;
 };
 

@@ -48,6 +48,9 @@ inline Names<Precision> names_of(Precision) {
   return {{precision_name(Precision::fp32), Precision::fp32},
           {precision_name(Precision::bf16), Precision::bf16}};
 }
+inline Names<Recompute> names_of(Recompute) {
+  return {{"none", Recompute::none}, {"ffn", Recompute::ffn}, {"block", Recompute::block}};
+}
 
 template <class Enum>
 std::string name_of(Enum value) {

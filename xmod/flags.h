@@ -238,6 +238,9 @@ inline std::vector<Flag> optimizer_flags() {
   };
 }
 
+inline constexpr const char* kRecomputeHelp =
+    "none, ffn or block: what layers do not keep for the backward pass but compute again";
+
 inline std::vector<Flag> record_flags() {
   using O = TrainOptions;
   constexpr auto part = &Options::train;
@@ -252,16 +255,20 @@ inline std::vector<Flag> record_flags() {
                  "how many of the newest checkpoints stay"),
       value_flag("seed", "N", part, &O::seed, at_least(0),
                  "seed of the first weights and of the order of the data"),
+      value_flag("recompute", "NAME", part, &O::recompute, {}, kRecomputeHelp),
       switch_flag("resume", part, &O::resume, true, "go on from the newest checkpoint in --out"),
   };
 }
 
-inline std::vector<Flag> machine_flags() {
+inline Flag threads_flag() {
+  return value_flag("threads", "N", &Options::machine, &MachineOptions::threads, between(0, 4096),
+                    "threads to compute with; 0: all processors");
+}
+
+inline std::vector<Flag> product_flags() {
   using O = MachineOptions;
   constexpr auto part = &Options::machine;
   return {
-      value_flag("threads", "N", part, &O::threads, between(0, 4096),
-                 "threads to compute with; 0: all processors"),
       value_flag("precision", "NAME", part, &O::precision, {},
                  "of the factors in matrix products: fp32 or bf16; sums and weights stay fp32"),
       value_flag("instructions", "NAME", part, &O::instructions, {},
@@ -279,7 +286,9 @@ inline std::vector<Flag> plan_flags() {
   return {
       compute,
       value_flag("batch-size", "N", part, &O::batch_size, between(1, 2147483647),
-                 "sequences of a micro-batch, for the memory estimate"),
+                 "sequences of a micro-batch, for the memory estimate, as the next two"),
+      value_flag("optimizer", "NAME", part, &O::optimizer, {}, "muon or adamw, for the hidden matrices"),
+      value_flag("recompute", "NAME", part, &O::recompute, {}, kRecomputeHelp),
       switch_flag("json", part, &O::json, true, "print JSON"),
   };
 }
@@ -376,7 +385,8 @@ inline std::vector<Flag> flag_table() {
   add("Evaluation", eval, eval_flags());
   add("Generation", generate, generate_flags());
   add("Routing", {Command::routing}, routing_report_flags());
-  add("Machine", {Command::train, Command::eval, Command::generate, Command::routing}, machine_flags());
+  add("Machine", all, {threads_flag()});
+  add("Machine", {Command::train, Command::eval, Command::generate, Command::routing}, product_flags());
   add("Help", all,
       {{"help", "", "this page, also -h", [](Options& o, const std::string&) { o.help = true; }}});
   return table;

@@ -63,16 +63,19 @@ class Model {
 
   // README.md, "Init": every tensor from its own stream of the seed.
   void initialise(uint64_t seed) {
-    std::vector<float> host;  // one tensor
+    constexpr int64_t kPiece = int64_t{1} << 16;
+    std::vector<float> host(kPiece);
     for (const Parameter& p : table.entries) {
-      host.resize(static_cast<size_t>(p.size));
-      float* out = host.data();
-      if (const std::optional<double> value = constant_init(p)) {
-        std::fill(out, out + p.size, static_cast<float>(*value));
-      } else {
-        fill_normal(out, p.size, init_std(p), seed, stream_of(p.name));
+      const std::optional<double> constant = constant_init(p);
+      for (int64_t first = 0; first < p.size; first += kPiece) {
+        const int64_t n = std::min(kPiece, p.size - first);
+        if (constant) {
+          std::fill_n(host.data(), n, static_cast<float>(*constant));
+        } else {
+          fill_normal(host.data(), n, init_std(p), seed, stream_of(p.name), first);
+        }
+        be_.to_device(params_.data() + p.offset + first, host.data(), n);
       }
-      be_.to_device(params() + p.offset, out, p.size);
     }
   }
 

@@ -57,6 +57,18 @@ inline OptimizerTable make_optimizer_table(const ParameterTable& table, Optimize
   return result;
 }
 
+// The matrices that Muon updates, by (rows, cols): their offsets. Equal shapes go to the backend together.
+using MuonShapes = std::map<std::pair<int64_t, int64_t>, std::vector<int64_t>>;
+
+inline MuonShapes muon_shapes(const ParameterTable& parameters, const OptimizerTable& table) {
+  MuonShapes shapes;
+  for (size_t i = 0; i < parameters.entries.size(); i++) {
+    const Parameter& p = parameters.entries[i];
+    if (table.optimizer[i] == Optimizer::muon) shapes[{p.shape[0], p.shape[1]}].push_back(p.offset);
+  }
+  return shapes;
+}
+
 template <class Backend>
 class OptimizerState {
  public:
@@ -66,12 +78,8 @@ class OptimizerState {
         be_(backend),
         parameters_(parameters),
         first_moment_(backend, parameters.total),
-        second_moment_(backend, table.second_moment_total) {
-    for (size_t i = 0; i < parameters.entries.size(); i++) {
-      const Parameter& p = parameters.entries[i];
-      if (table.optimizer[i] == Optimizer::muon) shapes_[{p.shape[0], p.shape[1]}].push_back(p.offset);
-    }
-  }
+        second_moment_(backend, table.second_moment_total),
+        shapes_(muon_shapes(parameters, table)) {}
 
   // Norm of the whole gradient, padding (zero) included.
   double gradient_norm(const float* grads) { return std::sqrt(be_.sum_of_squares(grads, parameters_.total)); }
@@ -96,7 +104,6 @@ class OptimizerState {
   const OptimizerTable table;
 
  private:
-  // Equal shapes go to the backend together.
   void muon(float* params, const float* grads, const MuonStep& h) {
     for (const auto& [shape, offsets] : shapes_) {
       be_.muon_update(params, first_moment_.data(), grads, offsets.data(),
@@ -118,7 +125,7 @@ class OptimizerState {
   const ParameterTable& parameters_;
   DeviceBuffer<Backend, float> first_moment_;
   DeviceBuffer<Backend, float> second_moment_;
-  std::map<std::pair<int64_t, int64_t>, std::vector<int64_t>> shapes_;  // matrices of each (rows, cols)
+  const MuonShapes shapes_;
 };
 
 }  // namespace xmod

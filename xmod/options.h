@@ -5,6 +5,7 @@
 #include <string>
 #include <vector>
 
+#include "xmod/activations.h"
 #include "xmod/schedule.h"
 #include "xmod_common.h"
 
@@ -45,11 +46,14 @@ struct TrainOptions {
   int64_t keep_checkpoints = 2;
   bool resume = false;
   int64_t seed = 42;
+  Recompute recompute = Recompute::none;
 };
 
 struct PlanOptions {
-  double compute = 0;  // 0: not given
-  int64_t batch_size = 16;
+  double compute = 0;       // 0: not given
+  int64_t batch_size = 16;  // this and the next two: of the memory estimate
+  Optimizer optimizer = Optimizer::muon;
+  Recompute recompute = Recompute::none;
   bool json = false;
 };
 

@@ -6,6 +6,7 @@
 #include <cmath>
 #include <cstdint>
 #include <cstdio>
+#include <iterator>
 #include <nlohmann/json.hpp>
 #include <ostream>
 #include <string>
@@ -15,6 +16,7 @@
 #include "xmod/activations.h"
 #include "xmod/optimizer.h"
 #include "xmod/options.h"
+#include "xmod/safetensors.h"
 #include "xmod_common.h"
 
 namespace xmod {
@@ -122,32 +124,81 @@ struct MemoryEstimate {
   }
 };
 
-// Training in fp32 on batches of batch_size sequences.
-inline MemoryEstimate estimate_memory(const ModelConfig& c, int64_t batch_size,
-                                      Optimizer optimizer = Optimizer::muon) {
+// What the memory of a run depends on beside its model.
+struct RunSize {
+  int64_t batch_size = 1;  // sequences
+  Optimizer optimizer = Optimizer::muon;
+  Recompute recompute = Recompute::none;
+  int64_t threads = 0;  // 0: as many as the backend takes by itself
+};
+
+// Of TrainOptions or PlanOptions.
+template <class Part>
+RunSize run_size(const Part& o, int64_t threads = 0) {
+  return {o.batch_size, o.optimizer, o.recompute, threads};
+}
+
+template <class Backend>
+int64_t threads_of(const RunSize& run) {
+  return run.threads > 0 ? run.threads : Backend::threads();
+}
+
+namespace detail {
+
+inline int64_t state_bytes(const ModelConfig& c, const ParameterTable& table) {
+  return (c.seq_len * c.head_dim + table.buffers_total + table.step_sums_total) *
+         static_cast<int64_t>(sizeof(float));
+}
+
+// Inputs and targets of the training batch and of one that is evaluated; the piece of a tensor that is on its
+// way to a file.
+inline int64_t host_bytes(const ModelConfig& c, const ParameterTable& table, int64_t batch_size) {
+  int64_t largest = 0;
+  for (const Parameter& p : table.entries) largest = std::max(largest, p.size);
+  return 4 * batch_size * c.seq_len * static_cast<int64_t>(sizeof(int32_t)) +
+         std::min(largest * static_cast<int64_t>(sizeof(float)), SafetensorsWriter::kPiece);
+}
+
+}  // namespace detail
+
+template <class Backend>
+MemoryEstimate training_memory(const ModelConfig& c, const RunSize& run) {
+  using floatX = typename Backend::floatX;
   constexpr int64_t kFloat = sizeof(float);
-  const LayerPlan plan = make_layer_plan(c);
-  const ParameterTable table = make_parameter_table(c, plan);
-  const int64_t second_moments = make_optimizer_table(table, optimizer).second_moment_total;
+  const ParameterTable table = make_parameter_table(c, make_layer_plan(c));
+  const OptimizerTable optimizer = make_optimizer_table(table, run.optimizer);
+  const int64_t B = run.batch_size, threads = threads_of<Backend>(run);
+  const Arena arena = measure_activations<floatX>(c, B, c.seq_len, Use::training, run.recompute);
   MemoryEstimate memory;
   memory.groups = {
       {"parameters", table.total * kFloat},
       {"gradients", table.total * kFloat},
       {"optimizer: momentum", table.total * kFloat},
-      {"optimizer: AdamW's second moments", second_moments * kFloat},
-      {"rotary table, thresholds, biases",
-       (c.seq_len * c.head_dim + table.buffers_total + table.step_sums_total) * kFloat},
+      {"optimizer: AdamW's second moments", optimizer.second_moment_total * kFloat},
+      {"rotary table, thresholds, biases", detail::state_bytes(c, table)},
   };
-  const Arena arena = measure_activations<float>(c, batch_size, c.seq_len, Use::training);
   memory.groups.insert(memory.groups.end(), arena.groups().begin(), arena.groups().end());
+  const std::pair<std::string, int64_t> rest[] = {
+      {"evaluation, beyond training", arena_bytes<floatX>(c, B, Use::training, run.recompute) - arena.used()},
+      {"working memory of the passes", Backend::pass_bytes(c, B, Use::training, threads)},
+      {"working memory of Muon", Backend::muon_bytes(muon_shapes(table, optimizer), threads)},
+      {"batches, a piece of a checkpoint", detail::host_bytes(c, table, B)},
+      {"program and libraries", Backend::program_bytes(threads)},
+  };
+  memory.groups.insert(memory.groups.end(), std::begin(rest), std::end(rest));
   return memory;
 }
 
-// Running a model on batches of batch_size sequences, without training it.
-inline int64_t inference_bytes(const ModelConfig& c, int64_t batch_size) {
+// Running a model on batches without training it.
+template <class Backend>
+int64_t inference_bytes(const ModelConfig& c, const RunSize& run) {
+  using floatX = typename Backend::floatX;
   const ParameterTable table = make_parameter_table(c, make_layer_plan(c));
-  return table.total * static_cast<int64_t>(sizeof(float)) +
-         measure_activations<float>(c, batch_size, c.seq_len, Use::inference).used();
+  const int64_t B = run.batch_size, threads = threads_of<Backend>(run);
+  return table.total * static_cast<int64_t>(sizeof(float)) + detail::state_bytes(c, table) +
+         arena_bytes<floatX>(c, B, Use::inference, run.recompute) +
+         Backend::pass_bytes(c, B, Use::inference, threads) + detail::host_bytes(c, table, B) +
+         Backend::program_bytes(threads);
 }
 
 namespace detail {
@@ -316,7 +367,8 @@ inline void print_counts(const ModelConfig& c, double compute, std::ostream& out
 
 }  // namespace detail
 
-inline nlohmann::ordered_json plan_json(const ModelConfig& c, const PlanOptions& o) {
+template <class Backend>
+nlohmann::ordered_json plan_json(const ModelConfig& c, const PlanOptions& o, const RunSize& run) {
   const Accounting a = account(c);
   nlohmann::ordered_json out = {
       {"arch", arch_name(c.arch)},
@@ -332,24 +384,28 @@ inline nlohmann::ordered_json plan_json(const ModelConfig& c, const PlanOptions&
       {"flops_ratio_to_dense", flops_ratio_to_dense(c)},
       {"cache_bytes", std::llround(a.cached_per_token * static_cast<double>(c.seq_len) * sizeof(float))},
       {"tokens", nullptr},
-      {"memory", detail::memory_json(estimate_memory(c, o.batch_size))},
+      {"memory", detail::memory_json(training_memory<Backend>(c, run))},
   };
   if (o.compute > 0) out["tokens"] = tokens_for_compute(c, o.compute);
   return out;
 }
 
-inline void print_plan(const Options& options, std::ostream& out) {
+template <class Backend>
+void print_plan(const Options& options, std::ostream& out) {
   const ModelConfig& c = options.model;
   const PlanOptions& o = options.plan;
+  const RunSize run = run_size(o, options.machine.threads);
   if (o.json) {
-    out << plan_json(c, o).dump(2) << "\n";
+    out << plan_json<Backend>(c, o, run).dump(2) << "\n";
     return;
   }
   out << detail::title(c) << ", " << c.active_layers << " active layers, context " << c.seq_len << "\n\n";
   detail::print_layers(c, out);
   detail::print_counts(c, o.compute, out);
-  out << "\nMemory to train on batches of " << o.batch_size << " x " << c.seq_len << " tokens in fp32\n";
-  print_memory(estimate_memory(c, o.batch_size), out);
+  const int64_t threads = threads_of<Backend>(run);
+  out << "\nMemory to train on batches of " << o.batch_size << " x " << c.seq_len << " tokens in fp32, with "
+      << threads << (threads == 1 ? " thread\n" : " threads\n");
+  print_memory(training_memory<Backend>(c, run), out);
 }
 
 }  // namespace xmod

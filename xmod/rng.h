@@ -30,11 +30,12 @@ inline double to_unit_interval(uint32_t word) {
   return (word + 0.5) / 4294967296.0;
 }
 
-// Fills out (n) with N(0, std^2) draws (Box-Muller, in double).
-inline void fill_normal(float* out, int64_t n, double std, uint64_t seed, uint64_t stream) {
+// Fills out (n) with N(0, std^2) draws (Box-Muller, in double): those from the first-th on, a multiple of 4.
+inline void fill_normal(float* out, int64_t n, double std, uint64_t seed, uint64_t stream,
+                        int64_t first = 0) {
 #pragma omp parallel for schedule(static)
   for (int64_t block = 0; block < (n + 3) / 4; block++) {
-    const auto words = philox(seed, stream, static_cast<uint64_t>(block));
+    const auto words = philox(seed, stream, static_cast<uint64_t>(first / 4 + block));
     for (int64_t pair = 0; pair < 2; pair++) {
       const double radius = std * std::sqrt(-2 * std::log(to_unit_interval(words[2 * pair])));
       const double angle = 2 * std::numbers::pi * to_unit_interval(words[2 * pair + 1]);

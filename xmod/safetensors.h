@@ -145,6 +145,9 @@ using Metadata = std::map<std::string, std::string>;
 //   writer.commit();   // until here there is no file at `path`, or still the old one
 class SafetensorsWriter {
  public:
+  static constexpr int64_t kPiece = int64_t{4}
+                                    << 20;  // bytes of a tensor in memory at a time, by write_pieces
+
   // transformers wants to be told that the tensors are laid out as PyTorch lays them out.
   SafetensorsWriter(const std::string& path, std::vector<TensorInfo> tensors,
                     Metadata metadata = {{"format", "pt"}})
@@ -181,8 +184,6 @@ class SafetensorsWriter {
   }
 
  private:
-  static constexpr int64_t kPiece = int64_t{4} << 20;
-
   // Gives each tensor its place and returns the header, padded so that the data begins at a multiple of 8
   // bytes.
   std::string lay_out(const Metadata& metadata) {
@@ -392,26 +393,30 @@ class SafetensorsFile {
   // Weights: F32, or BF16 and F16 widened. With Values::finite, a NaN or infinity among them is an error.
   void read_f32(const std::string& name, const Shape& shape, float* out,
                 Values values = Values::finite) const {
+    read_f32_pieces(
+        name, shape,
+        [&](int64_t first, const float* piece, int64_t n) { std::copy_n(piece, n, out + first); }, values);
+  }
+
+  // The same piece by piece, for data that goes elsewhere (to a device): visit(first, values, n) takes the
+  // elements first .. first + n.
+  template <class Visit>
+  void read_f32_pieces(const std::string& name, const Shape& shape, Visit visit,
+                       Values values = Values::finite) const {
     const TensorInfo& tensor = checked_info(name, shape);
-    switch (tensor.dtype) {
-      case Dtype::F32:
-        read_bytes(tensor, 0, tensor.bytes(), out);
-        break;
-      case Dtype::BF16:
-        read_widened(tensor, out, bf16_to_f32);
-        break;
-      case Dtype::F16:
-        read_widened(tensor, out, f16_to_f32);
-        break;
-      default:
-        complain_dtype(tensor, "F32, BF16 or F16");
+    std::vector<float> piece(std::min(kPiece, tensor.elements()));
+    for (int64_t first = 0; first < tensor.elements(); first += kPiece) {
+      const int64_t n = std::min(kPiece, tensor.elements() - first);
+      read_widened(tensor, first, n, piece.data());
+      if (values == Values::finite) check_finite(tensor, first, n, piece.data());
+      visit(first, piece.data(), n);
     }
-    if (values == Values::finite) check_finite(tensor, out);
   }
 
  private:
   static constexpr const char* kDamaged = detail::SafetensorsHeader::kDamaged;
   static constexpr int64_t kLongestHeader = 100'000'000;  // the format's own limit
+  static constexpr int64_t kPiece = int64_t{1} << 20;     // elements
 
   std::string read_header() {
     const int64_t size = file_size(file_, path_);
@@ -493,22 +498,33 @@ class SafetensorsFile {
     read_fully_at(file_, out, bytes, data_begin_ + tensor.begin + first, path_);
   }
 
-  template <class Widen>
-  void read_widened(const TensorInfo& tensor, float* out, Widen widen) const {
-    constexpr int64_t kPiece = int64_t{1} << 20;
-    std::vector<uint16_t> piece(std::min(kPiece, tensor.elements()));
-    for (int64_t first = 0; first < tensor.elements(); first += kPiece) {
-      const int64_t n = std::min(kPiece, tensor.elements() - first);
-      read_bytes(tensor, 2 * first, 2 * n, piece.data());
-      std::transform(piece.begin(), piece.begin() + n, out + first, widen);
+  // out (n) = the elements from `first` on
+  void read_widened(const TensorInfo& tensor, int64_t first, int64_t n, float* out) const {
+    switch (tensor.dtype) {
+      case Dtype::F32:
+        return read_bytes(tensor, 4 * first, 4 * n, out);
+      case Dtype::BF16:
+        return read_16bit(tensor, first, n, out, bf16_to_f32);
+      case Dtype::F16:
+        return read_16bit(tensor, first, n, out, f16_to_f32);
+      default:
+        complain_dtype(tensor, "F32, BF16 or F16");
     }
   }
 
-  void check_finite(const TensorInfo& tensor, const float* values) const {
-    for (int64_t i = 0; i < tensor.elements(); i++) {
+  template <class Widen>
+  void read_16bit(const TensorInfo& tensor, int64_t first, int64_t n, float* out, Widen widen) const {
+    std::vector<uint16_t> piece(static_cast<size_t>(n));
+    read_bytes(tensor, 2 * first, 2 * n, piece.data());
+    std::transform(piece.begin(), piece.end(), out, widen);
+  }
+
+  // values (n): the elements from `first` on
+  void check_finite(const TensorInfo& tensor, int64_t first, int64_t n, const float* values) const {
+    for (int64_t i = 0; i < n; i++) {
       if (std::isfinite(values[i])) continue;
       fail(path_, ": tensor ", printable(tensor.name), " holds ", values[i], " at ",
-           position(tensor.shape, i), "; the weights are spoilt, use an earlier checkpoint");
+           position(tensor.shape, first + i), "; the weights are spoilt, use an earlier checkpoint");
     }
   }
 

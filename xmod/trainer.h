@@ -82,7 +82,7 @@ class Trainer {
                 o_.batch_size, static_cast<uint64_t>(o_.seed)),
         validation_(open_validation()),
         resume_from_(find_checkpoint()),
-        model_((announce(backend), backend), config_, o_.batch_size, Use::training),
+        model_((announce(backend), backend), config_, o_.batch_size, Use::training, o_.recompute),
         optimizer_(backend, model_.table, {o_.optimizer, o_.weight_decay, o_.grad_clip}),
         tokens_(static_cast<size_t>(o_.batch_size * config_.seq_len)),
         targets_(tokens_.size()) {}
@@ -140,7 +140,7 @@ class Trainer {
     announce_data("training", loader_.shards(), loader_.shards().num_sequences());
     if (validation_) announce_data("validation", validation_->shards(), validation_->num_sequences());
     log_ << "memory\n";
-    print_memory(estimate_memory(config_, o_.batch_size, o_.optimizer), log_);
+    print_memory(training_memory<Backend>(config_, run_size(o_)), log_);
     log_ << std::flush;
   }
 

@@ -1,0 +1,154 @@
+// Muon on the CPU: momentum, orthogonalisation by Newton-Schulz steps, update (README.md, "Optimizer").
+#pragma once
+
+#include <algorithm>
+#include <cmath>
+#include <cstdint>
+#include <utility>
+#include <vector>
+
+#include "xmod/aligned_floats.h"
+#include "xmod/cpu_matmul.h"
+#include "xmod/cpu_rows.h"
+#include "xmod/cpu_threads.h"
+#include "xmod/optimizer.h"
+
+namespace xmod {
+
+// c (R, R) = alpha a a^T, or with accumulate that added to a symmetric c; a (R, L). Only the lower half is
+// computed, block row by block row, then mirrored: for large R little more than half of the arithmetic.
+inline void symmetric_product(float* c, Operand a, int64_t R, int64_t L, MatmulScratch& scratch,
+                              MatmulUpdate update = {}) {
+  const int64_t block = std::max<int64_t>(64, (R + 7) / 8);
+  for (int64_t first = 0; first < R; first += block) {
+    const int64_t rows = std::min(block, R - first);
+    matmul(c + first * R, R, a.from(first, 0), a.transpose(), rows, first + rows, L, scratch, update);
+  }
+  constexpr int64_t kSquare = 16;  // mirrored square by square: both sides stay in the cache
+#pragma omp parallel for schedule(dynamic, 4) if (R >= 256)
+  for (int64_t row = 0; row < R; row += kSquare) {
+    for (int64_t column = row; column < R; column += kSquare) {
+      for (int64_t i = row; i < std::min(row + kSquare, R); i++) {
+        for (int64_t j = std::max(column, i + 1); j < std::min(column + kSquare, R); j++)
+          c[i * R + j] = c[j * R + i];
+      }
+    }
+  }
+}
+
+class CpuMuon {
+ public:
+  // Working memory, beside the products'.
+  static int64_t bytes(const MuonShapes& shapes, int64_t threads) {
+    Floats first, others;  // of the first thread, which alone takes few matrices, and of each other one
+    for (const auto& [shape, offsets] : shapes) {
+      const Floats floats(shape.first, shape.second);
+      first.grow(floats);
+      if (workers(static_cast<int64_t>(offsets.size()), threads) > 1) others.grow(floats);
+    }
+    return (first.total() + (threads - 1) * others.total()) * static_cast<int64_t>(sizeof(float));
+  }
+
+  // `count` matrices of one shape. Few large ones: one after the other, each product on all threads; many:
+  // one a thread.
+  void update(float* params,           // matrices (rows, cols) at `offsets`
+              float* momentum,         // the same places
+              const float* grads,      // the same places
+              const int64_t* offsets,  // (count)
+              int64_t count, int64_t rows, int64_t cols, const MuonStep& h, MatmulScratch& matmul_scratch) {
+    scratch_.resize(static_cast<size_t>(max_threads()));
+    matmul_scratch.reserve(max_threads());
+    // One call, whichever way it runs: a compiler may fuse the arithmetic of two calls differently.
+    [[maybe_unused]] const int threads = static_cast<int>(workers(count, max_threads()));
+#pragma omp parallel for schedule(dynamic, 1) num_threads(threads)
+    for (int64_t i = 0; i < count; i++) {
+      const int64_t at = offsets[i];
+      update_matrix(params + at, momentum + at, grads + at, rows, cols, h, scratch_[thread_number()],
+                    matmul_scratch);
+    }
+  }
+
+ private:
+  // Threads that take a matrix each.
+  static int64_t workers(int64_t matrices, int64_t threads) {
+    return matrices < threads ? 1 : threads;
+  }
+
+  struct Floats {
+    int64_t update = 0;  // (rows, cols)
+    int64_t gram = 0;    // (R, R), R the smaller of the two
+
+    Floats() = default;
+    Floats(int64_t rows, int64_t cols)
+        : update(rows * cols), gram(std::min(rows, cols) * std::min(rows, cols)) {}
+    void grow(const Floats& other) {
+      update = std::max(update, other.update);
+      gram = std::max(gram, other.gram);
+    }
+    int64_t total() const { return 2 * (update + gram); }
+  };
+
+  struct Scratch {
+    AlignedFloats x, next;           // (rows, cols)
+    AlignedFloats gram, polynomial;  // (R, R)
+
+    void reserve(const Floats& floats) {
+      for (AlignedFloats* matrix : {&x, &next}) matrix->reserve(floats.update);
+      for (AlignedFloats* matrix : {&gram, &polynomial}) matrix->reserve(floats.gram);
+    }
+  };
+
+  static void update_matrix(float* param, float* momentum, const float* grad, int64_t rows, int64_t cols,
+                            const MuonStep& h, Scratch& scratch, MatmulScratch& matmul_scratch) {
+    const int64_t size = rows * cols;
+    scratch.reserve({rows, cols});
+    float* x = scratch.x.data();  // (rows, cols) Nesterov's update
+#pragma omp simd
+    for (int64_t i = 0; i < size; i++) {
+      const float g = grad[i] * h.grad_scale;
+      momentum[i] = h.beta * momentum[i] + (1 - h.beta) * g;
+      x[i] = (1 - h.beta) * g + h.beta * momentum[i];
+    }
+    const float* orthogonal = newton_schulz(rows, cols, scratch, matmul_scratch);
+    const float rate = h.lr * h.rms_match * std::sqrt(static_cast<float>(std::max(rows, cols)));
+    const float keep = 1 - h.lr * h.weight_decay;
+#pragma omp simd
+    for (int64_t i = 0; i < size; i++) param[i] = param[i] * keep - rate * orthogonal[i];
+  }
+
+  // Brings the singular values of scratch.x (rows, cols) near 1: five steps of
+  // X <- (a I + b A + c A A) X with A = X X^T, or for a tall matrix the transpose of that,
+  // X <- X (a I + b A + c A A) with A = X^T X, so that A has the smaller size. Returns the result.
+  static const float* newton_schulz(int64_t rows, int64_t cols, Scratch& scratch,
+                                    MatmulScratch& matmul_scratch) {
+    constexpr float a = 3.4445f, b = -4.7750f, c = 2.0315f;
+    const bool tall = rows > cols;
+    const int64_t R = std::min(rows, cols);
+    float *x = scratch.x.data(), *next = scratch.next.data();
+    float* gram = scratch.gram.data();              // (R, R) A
+    float* polynomial = scratch.polynomial.data();  // (R, R) a I + b A + c A A
+    const float norm = static_cast<float>(std::sqrt(sum_of_squares_double(x, rows * cols)));
+    const float scale = 1 / (norm + 1e-7f);
+#pragma omp simd
+    for (int64_t i = 0; i < rows * cols; i++) x[i] *= scale;
+    for (int step = 0; step < 5; step++) {
+      const Operand wide = tall ? transposed(x, cols) : stored(x, cols);  // (R, the larger size)
+      symmetric_product(gram, wide, R, std::max(rows, cols), matmul_scratch);
+#pragma omp simd
+      for (int64_t i = 0; i < R * R; i++) polynomial[i] = b * gram[i];
+      for (int64_t i = 0; i < R; i++) polynomial[i * R + i] += a;
+      symmetric_product(polynomial, stored(gram, R), R, R, matmul_scratch, {.alpha = c, .accumulate = true});
+      if (tall) {
+        matmul(next, cols, stored(x, cols), stored(polynomial, R), rows, cols, R, matmul_scratch);
+      } else {
+        matmul(next, cols, stored(polynomial, R), stored(x, cols), rows, cols, R, matmul_scratch);
+      }
+      std::swap(x, next);
+    }
+    return x;
+  }
+
+  std::vector<Scratch> scratch_;
+};
+
+}  // namespace xmod
