@@ -43,9 +43,24 @@ inline Tokenizer checkpoint_tokenizer(const std::string& checkpoint, const Model
        " is not one of bytes; put the tokenizer.bin there that prepare_data.py wrote beside the shards");
 }
 
+// seq_len: of --seq-len, 0 where it was not given.
+inline ModelConfig load_config_for(const std::string& checkpoint, int64_t seq_len) {
+  ModelConfig config = load_config(checkpoint);
+  if (seq_len == 0) return config;
+  if (seq_len > config.seq_len) {
+    fail("--seq-len ", seq_len, ": longer than the context of ", config.seq_len, " that ", checkpoint,
+         " was trained with; give less");
+  }
+  config.seq_len = seq_len;
+  validate(config);
+  return config;
+}
+
 template <class Backend>
 void train(const Options& options) {
   const TrainOptions& o = options.train;
+  if (!o.init_from.empty())
+    require_same_sizes(o.init_from, options.model, load_config(o.init_from, "--init-from"));
   require_memory(estimate_memory(options.model, o.batch_size, o.optimizer).total(), Backend::memory_bytes());
   Backend backend(options.machine);
   Trainer<Backend>(backend, options, std::cout).run();
@@ -141,7 +156,7 @@ inline void print_evaluation(const EvalOptions& o, const std::optional<Validatio
 template <class Backend>
 void eval(const Options& options) {
   const EvalOptions& o = options.eval;
-  const ModelConfig config = load_config(o.checkpoint);
+  const ModelConfig config = load_config_for(o.checkpoint, o.seq_len);
   std::optional<TokenShards> shards;
   if (!o.val_data.empty()) shards.emplace(o.val_data, config.seq_len, config.vocab_size, "--val-data");
   std::vector<TaskFile> tasks = read_tasks(o, config);
@@ -223,7 +238,7 @@ void report_generation(const ModelConfig& c, int64_t tokens, double seconds,
 template <class Backend>
 void generate_text(const Options& options) {
   const GenerateOptions& o = options.generate;
-  const ModelConfig config = load_config(o.checkpoint);
+  const ModelConfig config = load_config_for(o.checkpoint, o.seq_len);
   const Tokenizer tokenizer = checkpoint_tokenizer(o.checkpoint, config);
   std::vector<std::string> prompts = {o.prompt};
   if (!o.prompt_file.empty()) prompts = read_prompts(o.prompt_file);
