@@ -254,6 +254,16 @@ TEST_P(Generate, LogitsWithACacheAreThoseOfOnePass) {
   }
 }
 
+// Also beyond the context.
+TEST_P(Generate, TheSameTextWithoutACache) {
+  const std::vector<Ints> prompts = {{1, 2, 3}, random_ids(30, config_.vocab_size, 3)};
+  const std::vector<Ints> expected = texts(prompts, 70, kGreedy);
+  std::vector<Ints> found(2);
+  Generation<TestBackend> generation(model_, prompts, kGreedy, 1, -1, /*use_cache=*/false);
+  generation.run(70, [&](size_t text, int32_t id) { found[text].push_back(id); });
+  EXPECT_EQ(found, expected);
+}
+
 TEST_P(Generate, ABatchGivesTheTextsOfItsRows) {
   const std::vector<Ints> prompts = {{1, 2, 3}, random_ids(30, config_.vocab_size, 3), {9}};
   const int32_t end = text({9}, 40, {.temperature = 1})[5];  // one of the texts ends early

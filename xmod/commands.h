@@ -252,7 +252,7 @@ void generate_text(const Options& options) {
   Model<Backend> model(backend, config, B, Use::inference);
   load_model(o.checkpoint, model);
   Generation<Backend> generation(model, std::move(texts), {o.temperature, o.top_k, o.top_p},
-                                 static_cast<uint64_t>(o.seed), tokenizer.eot());
+                                 static_cast<uint64_t>(o.seed), tokenizer.eot(), o.use_cache);
   TextPrinter printer(std::move(prompts));
   const Stopwatch watch;
   int64_t tokens = 0;

@@ -356,6 +356,9 @@ inline std::vector<Flag> generate_flags() {
       value_flag("top-p", "X", part, &O::top_p, Range{0, 1, true},
                  "choose among the most probable that together have this probability"),
       shorter_context_flag(part),
+      switch_flag(
+          "no-cache", part, &O::use_cache, false,
+          "compute each token from all before it, as a check and for comparison: the same text, later"),
       value_flag("seed", "N", part, &O::seed, at_least(0), "seed of the choice of tokens"),
   };
 }

@@ -73,6 +73,7 @@ struct GenerateOptions {
   int64_t top_k = 0;         // 0: off
   double top_p = 1;
   int64_t seq_len = 0;  // 0: the checkpoint's
+  bool use_cache = true;
   int64_t seed = 42;
 };
 
