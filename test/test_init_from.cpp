@@ -126,7 +126,7 @@ class InitFrom : public ::testing::Test {
     }
   }
 
-  TestBackend be_{1};
+  TestBackend be_{{.threads = 1}};
   std::string folder_;
 };
 
