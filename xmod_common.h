@@ -146,8 +146,9 @@ struct LayerParameters {
 // largest scores: both (sparse layers), in order.
 struct ParameterTable : TensorTable {
   std::vector<LayerParameters> layers;  // one of each entry of the plan
-  int64_t embed_tokens = -1;            // (V, d), also the output head
+  int64_t embed_tokens = -1;            // (V, d)
   int64_t final_norm = -1;              // (d)
+  int64_t lm_head = -1;                 // (V, d) the output head: embed_tokens itself where it is tied
 };
 
 inline std::string layer_prefix(int64_t layer) {
@@ -185,6 +186,10 @@ inline ParameterTable make_parameter_table(const ModelConfig& c, const LayerPlan
   for (const Layer& layer : plan)
     table.layers.push_back(detail::add_layer_parameters(layer_adder(layer), c, layer));
   table.final_norm = model.norm("norm", c.dim);
+  table.lm_head = c.tie_word_embeddings
+                      ? table.embed_tokens
+                      : TensorAdder(table, "").parameter("lm_head.weight", {c.vocab_size, c.dim},
+                                                         Optimizer::adamw, Init::embedding);
   return table;
 }
 
@@ -224,6 +229,11 @@ inline double cache_share(const ModelConfig& c, const Layer& layer) {
                     attention_kind(layer.attention));
 }
 
+// Parameters of the embedding, and of the output head where that is a matrix of its own.
+inline int64_t vocabulary_parameters(const ModelConfig& c) {
+  return c.vocab_size * c.dim * (c.tie_word_embeddings ? 1 : 2);
+}
+
 struct Accounting {
   int64_t layers = 0, dense_layers = 0, sparse_layers = 0;
   int64_t params_total = 0;     // every trained number
@@ -240,7 +250,7 @@ inline Accounting account(const ModelConfig& c) {
   a.sparse_layers = count_sparse(plan);
   a.dense_layers = a.layers - a.sparse_layers;
   a.params_total = make_parameter_table(c, plan).count();
-  a.params_matrix = c.vocab_size * c.dim;
+  a.params_matrix = vocabulary_parameters(c);
   double per_token = 0, attention = 0;
   for (const Layer& layer : plan) {
     a.params_matrix += layer_parameters(c, layer);
@@ -248,7 +258,7 @@ inline Accounting account(const ModelConfig& c) {
     attention += attention_cost(c, layer);
     a.cached_per_token += cache_share(c, layer) * 2 * static_cast<double>(c.kv_dim());
   }
-  a.params_active = static_cast<double>(c.vocab_size * c.dim) + per_token;
+  a.params_active = static_cast<double>(vocabulary_parameters(c)) + per_token;
   a.flops_per_token = 2 * per_token + 4.0 * c.seq_len * c.q_dim() * attention;
   return a;
 }

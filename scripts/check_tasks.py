@@ -20,6 +20,10 @@ import tempfile
 import time
 from array import array
 
+from prepare_data import UserError
+from xmod_hf import load
+from xmod_reference import torch
+
 TASKS = [None, "hellaswag", "arc-easy", "arc-challenge", "piqa", "lambada", "boolq"]
 
 
@@ -32,12 +36,12 @@ def main():
     parser.add_argument("--double", action="store_true", help="let PyTorch compute in double precision")
     arguments = parser.parse_args()
     try:
-        model = load_model(arguments.checkpoint, arguments.double)
+        model = load(arguments.checkpoint, torch.float64 if arguments.double else torch.float32)
         same = True
         for path in arguments.tasks:
             theirs = program_scores(arguments, path)
             same = compare(path, theirs, reference_scores(model, path, len(theirs))) and same
-    except (OSError, KeyError, ValueError, struct.error) as error:
+    except (OSError, KeyError, ValueError, struct.error, UserError) as error:
         sys.exit(f"check_tasks.py: {' '.join(str(error).split())}; give a checkpoint and files that eval --tasks takes")
     sys.exit(0 if same else 1)
 
@@ -85,7 +89,6 @@ def first_largest(values):
 
 def score_choice(model, context, choice):
     """(log-likelihood of the choice behind the context, whether each of its tokens is the most probable one)"""
-    import torch
     T = model.config.max_position_embeddings
     tokens = context + choice
     likelihood, greedy = 0.0, True
@@ -112,26 +115,6 @@ def compare(path, theirs, ours):
 
 
 # ------------------------------------------------------------------------------------------------- files
-
-
-def load_model(checkpoint, double):
-    import torch
-
-    from xmod_reference import Config, XMod
-    with open(os.path.join(checkpoint, "config.json")) as file:
-        model = XMod(Config.from_json(file.read()))
-    with open(os.path.join(checkpoint, "model.safetensors"), "rb") as file:
-        data = file.read()
-    begin = 8 + int.from_bytes(data[:8], "little")
-    header = json.loads(data[8:begin])
-    header.pop("__metadata__", None)
-    tensors = {}
-    for name, entry in header.items():
-        first, last = entry["data_offsets"]
-        values = torch.frombuffer(bytearray(data[begin + first:begin + last]), dtype=torch.float32)
-        tensors[name] = values.reshape(entry["shape"])
-    model.load_state_dict(tensors)
-    return model.double() if double else model
 
 
 def read_task_file(path):

@@ -89,6 +89,7 @@ CASES = {
         num_key_value_heads=2,
         head_dim=6,
     ),
+    "dense_untied": dict(SMALL, arch="dense", active_layers=2, tie_word_embeddings=False),
     "mod": dict(SMALL, arch="mod", active_layers=4, token_sparsity=4, num_attention_heads=3, head_dim=6),
     "xmod_a1k4": dict(A1K4),
     # D SSSSSS D SSS D: the last interval is incomplete

@@ -5,6 +5,7 @@
     prepare_data.py src/ docs/*.md --out data --extensions h,cpp,md
     prepare_data.py corpus/ --out data --tokenizer gpt2           GPT-2's BPE (50257), by tiktoken
     prepare_data.py corpus/ --out data --tokenizer bpe --vocab-size 8192   a BPE trained on this text
+    prepare_data.py corpus/ --out data --tokenizer qwen --bpe-file Qwen3-0.6B/tokenizer.json   that of the model
 
 writes OUT/train_000000.bin ..., OUT/val_000000.bin ... and OUT/tokenizer.bin. A shard is 256 little-endian
 int32 (magic, version, number of tokens), then the tokens: uint16 where the vocabulary fits (magic 20240520,
@@ -25,6 +26,7 @@ import base64
 import codecs
 import collections
 import glob
+import json
 import os
 import re
 import struct
@@ -46,6 +48,8 @@ PRE_SPLIT = {
     "gpt2": (1, r"'(?:[sdmt]|ll|ve|re)| ?\p{L}++| ?\p{N}++| ?[^\s\p{L}\p{N}]++|\s++$|\s+(?!\S)|\s"),
     "cl100k": (2, r"'(?i:[sdmt]|ll|ve|re)|[^\r\n\p{L}\p{N}]?+\p{L}++|\p{N}{1,3}+| ?[^\s\p{L}\p{N}]++[\r\n]*+"
                   r"|\s++$|\s*[\r\n]|\s+(?!\S)|\s"),
+    "qwen": (3, r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+"
+                r"|\s+(?!\S)|\s+"),  # as it stands in a tokenizer.json
 }
 # tiktoken's name, number of ranks, end-of-text token
 PUBLISHED = {"gpt2": ("gpt2", 50256, 50256), "cl100k": ("cl100k_base", 100256, 100257)}
@@ -76,7 +80,7 @@ def main():
     except BaseException:
         remove_temporaries(arguments.out)
         raise
-    report(arguments.out, tokenizer, train, val)
+    report(arguments, tokenizer, train, val)
 
 
 def parse_arguments():
@@ -84,12 +88,14 @@ def parse_arguments():
     parser.error = lambda message: sys.exit(usage_error(message))
     parser.add_argument("inputs", nargs="+", metavar="INPUT", help="text file, folder or quoted glob pattern")
     parser.add_argument("--out", required=True, metavar="DIR", help="folder for the shards; made if missing")
-    parser.add_argument("--tokenizer", choices=["bytes", "gpt2", "cl100k", "bpe"], default="bytes",
-                        help="bytes (default); gpt2 or cl100k through tiktoken; bpe: train one through tokenizers")
+    parser.add_argument("--tokenizer", choices=["bytes", "gpt2", "cl100k", "bpe", "qwen"], default="bytes",
+                        help="bytes (default); gpt2 or cl100k through tiktoken; bpe: train one through tokenizers; "
+                        "qwen: that of a Qwen model, through tokenizers")
     parser.add_argument("--vocab-size", type=int, metavar="N",
                         help="for bpe: 256 bytes + merges + end-of-text token (default 4096)")
     parser.add_argument("--bpe-file", metavar="FILE",
-                        help="for gpt2 and cl100k: a local .tiktoken rank file, else tiktoken downloads one")
+                        help="for gpt2 and cl100k: a local .tiktoken rank file, else tiktoken downloads one; for qwen: "
+                        "the model's tokenizer.json")
     parser.add_argument("--val-fraction", type=float, default=0.1, metavar="F",
                         help="part of each file kept for validation, from its end (default 0.1; 0 for none)")
     parser.add_argument("--val-pieces", type=int, default=1, metavar="N",
@@ -108,8 +114,10 @@ def parse_arguments():
         parser.error(f"--shard-tokens {arguments.shard_tokens}: expected 1 to {LARGEST_SHARD}")
     if arguments.vocab_size is not None and arguments.tokenizer != "bpe":
         parser.error("--vocab-size: only for --tokenizer bpe, the others have a vocabulary of their own")
-    if arguments.bpe_file and arguments.tokenizer not in PUBLISHED:
-        parser.error("--bpe-file: only for --tokenizer gpt2 or cl100k")
+    if arguments.bpe_file and arguments.tokenizer not in (*PUBLISHED, "qwen"):
+        parser.error("--bpe-file: only for --tokenizer gpt2, cl100k or qwen")
+    if arguments.tokenizer == "qwen" and not arguments.bpe_file:
+        parser.error("--tokenizer qwen needs --bpe-file DIR/tokenizer.json, of the model's folder")
     if arguments.vocab_size is None:
         arguments.vocab_size = 4096
     if not 257 <= arguments.vocab_size <= 2**31 - 1:
@@ -123,7 +131,8 @@ def usage_error(message):
     return 2
 
 
-def report(folder, tokenizer, train, val):
+def report(arguments, tokenizer, train, val):
+    folder = arguments.out
     for writer in (train, val):
         if writer.tokens:
             print(f"{writer.split}: {writer.tokens:,} tokens in {count(len(writer.paths), 'shard')}, "
@@ -131,7 +140,10 @@ def report(folder, tokenizer, train, val):
     print(f"tokenizer: {os.path.join(folder, 'tokenizer.bin')}, vocabulary {tokenizer.vocab_size}")
     pattern = os.path.join(folder, "{}_*.bin").format
     validation = f" --val-data '{pattern('val')}'" if val.tokens else ""
-    print(f"train with: --train-data '{pattern('train')}'{validation} --vocab-size {tokenizer.vocab_size}")
+    model = f"--vocab-size {tokenizer.vocab_size}"
+    if arguments.tokenizer == "qwen":  # a model has some more ids than its tokenizer
+        model = f"--init-from {os.path.dirname(arguments.bpe_file) or '.'}"
+    print(f"train with: --train-data '{pattern('train')}'{validation} {model}")
 
 
 def count(number, noun):
@@ -350,6 +362,8 @@ def make_tokenizer(arguments, documents):
         return ByteTokenizer()
     if arguments.tokenizer == "bpe":
         return trained_tokenizer(arguments.vocab_size, documents)
+    if arguments.tokenizer == "qwen":
+        return qwen_tokenizer(arguments.bpe_file)
     return published_tokenizer(arguments.tokenizer, arguments.bpe_file)
 
 
@@ -420,6 +434,51 @@ def trained_tokenizer(vocab_size, documents):
     encode_batch = getattr(model, "encode_batch_fast", model.encode_batch)
     return BpeTokenizer(tokens + [END_OF_TEXT], len(tokens), PRE_SPLIT["gpt2"][0],
                         lambda texts: [encoding.ids for encoding in encode_batch(texts)])
+
+
+def qwen_tokenizer(path):
+    try:
+        import tokenizers
+    except ImportError:
+        raise UserError("--tokenizer qwen needs the package tokenizers, which is missing; pip install tokenizers")
+    with open(path, encoding="utf-8") as file:
+        try:
+            settings = json.load(file)
+        except ValueError as error:
+            raise UserError(f"{path}: not valid JSON ({one_line(error)}); fetch it again")
+    tokens, eot = qwen_tokens(settings, path)
+    # Text is never one of the special tokens.
+    model = tokenizers.Tokenizer.from_str(json.dumps({**settings, "added_tokens": [], "post_processor": None}))
+    encode_batch = getattr(model, "encode_batch_fast", model.encode_batch)
+    return BpeTokenizer(tokens, eot, PRE_SPLIT["qwen"][0],
+                        lambda texts: [encoding.ids for encoding in encode_batch(texts, add_special_tokens=False)])
+
+
+def qwen_tokens(settings, path):
+    """The byte strings of a tokenizer.json in the order of their ids, and the end-of-text token. Our encoders merge by
+    the lowest id, so the ids must stand in the order of the merges."""
+    def expect(right, what):
+        if not right:
+            raise UserError(f"{path}: {what}; give the tokenizer.json of a Qwen model, or make shards with another tokenizer")
+
+    try:
+        model, vocabulary = settings["model"], settings["model"]["vocab"]
+        expect(model["type"] == "BPE", f"a tokenizer of the kind {model['type']}, expected BPE")
+        patterns = [step["pattern"]["Regex"] for step in settings["pre_tokenizer"]["pretokenizers"] if "pattern" in step]
+        expect(patterns == [PRE_SPLIT["qwen"][1]], f"text is split by {patterns}, expected by Qwen's pattern")
+        merges = [merge.split(" ") if isinstance(merge, str) else merge for merge in model["merges"]]
+        made = [vocabulary[first + second] for first, second in merges]
+        byte_of = {character: byte for byte, character in enumerate(printable_bytes())}
+        by_id = {id: bytes(byte_of[character] for character in token) for token, id in vocabulary.items()}
+        by_id.update({token["id"]: token["content"].encode() for token in settings["added_tokens"]})
+        tokens = [by_id.get(id, b"") for id in range(max(by_id) + 1)]
+        eot = next((token["id"] for token in settings["added_tokens"] if token["content"].encode() == END_OF_TEXT), None)
+    except (AttributeError, IndexError, KeyError, TypeError, ValueError) as error:
+        raise UserError(f"{path}: not laid out as a tokenizer.json ({type(error).__name__} {one_line(error)}); fetch it again")
+    expect(all(a < b for a, b in zip(made, made[1:])), "the ids do not stand in the order of the merges")
+    expect({bytes([byte]) for byte in range(256)} <= set(tokens), "no token for some byte")
+    expect(eot is not None, f"no {END_OF_TEXT.decode()} token")
+    return tokens, eot
 
 
 def printable_bytes():

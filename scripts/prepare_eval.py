@@ -366,11 +366,13 @@ class Tokenizer:
 
 
 def piece_pattern(pre_split):
-    """GPT-2's regular expression, or cl100k's (2). Python's `re` knows no Unicode categories: they are spelled out."""
+    """GPT-2's regular expression, cl100k's (2) or Qwen's (3). Python's `re` knows no Unicode categories: they are
+    spelled out."""
     L, N, S = characters("L"), characters("N"), WHITE_SPACE
-    if pre_split == 2:
-        return re.compile(rf"'(?i:[sdmt]|ll|ve|re)|[^\r\n{L}{N}]?[{L}]+|[{N}]{{1,3}}| ?[^{S}{L}{N}]+[\r\n]*"
-                          rf"|[{S}]+\Z|[{S}]*[\r\n]|[{S}]+(?![^{S}])|[{S}]")
+    if pre_split in (2, 3):
+        digits, white = (f"[{N}]{{1,3}}", rf"[{S}]+\Z|[{S}]*[\r\n]") if pre_split == 2 else (f"[{N}]", rf"[{S}]*[\r\n]")
+        return re.compile(rf"'(?i:[sdmt]|ll|ve|re)|[^\r\n{L}{N}]?[{L}]+|{digits}| ?[^{S}{L}{N}]+[\r\n]*"
+                          rf"|{white}|[{S}]+(?![^{S}])|[{S}]")
     return re.compile(rf"'(?:[sdmt]|ll|ve|re)| ?[{L}]+| ?[{N}]+| ?[^{S}{L}{N}]+|[{S}]+\Z|[{S}]+(?![^{S}])|[{S}]")
 
 

@@ -59,9 +59,11 @@ def run_unittest(path, totals):
     totals.add(os.path.basename(path), result.testsRun - failed - skipped, failed, skipped, time.time() - start)
 
 
-def python_with_torch():
+def python_with(module):
+    """The first Python that can import it."""
     for python in (sys.executable, "/usr/bin/python3"):
-        if os.path.exists(python) and subprocess.run([python, "-c", "import torch"], stderr=subprocess.DEVNULL).returncode == 0:
+        command = [python, "-c", f"import {module}"]
+        if os.path.exists(python) and subprocess.run(command, stderr=subprocess.DEVNULL).returncode == 0:
             return python
     return None
 
@@ -69,7 +71,7 @@ def python_with_torch():
 def check_dumps(totals):
     """The stored dumps against ones made afresh by the PyTorch reference."""
     name, start = "reference dumps made afresh", time.time()
-    python = python_with_torch()
+    python = python_with("torch")
     if python is None:
         print("skip " + name + ": PyTorch is not installed (scripts/install_deps.sh reference)")
         totals.skipped += 1

@@ -29,6 +29,10 @@ EXPERT_KEYS = (  # of the configuration, which only these know
     "active_ratio entropy_weight entropy_growth"
 ).split()
 
+NOT_COMPUTED = dict(  # keys of Hugging Face's Qwen3, with the only value that this model has
+    hidden_act="silu", attention_bias=False, use_sliding_window=False, rope_scaling=None, quantization_config=None
+)
+
 
 @dataclass
 class Config:
@@ -43,6 +47,7 @@ class Config:
     max_position_embeddings: int = 256  # T
     rope_theta: float = 10000.0
     rms_norm_eps: float = 1e-6
+    tie_word_embeddings: bool = True  # the embedding is also the output head
 
     arch: str = "xmod"  # dense | mod | xmod | routed-ffn | selected-q | moe | deco
     active_layers: int = 8  # dense layers + sparse layers / K: what a token passes through
@@ -80,9 +85,17 @@ class Config:
 
     @classmethod
     def from_json(cls, text):
-        """Read config.json; keys that do not matter to the model (torch_dtype ...) are passed over."""
+        """Read config.json, ours or that of a dense Qwen3 model of Hugging Face; keys that do not matter to the
+        model (torch_dtype ...) are passed over."""
+        values = json.loads(text)
+        for key, only in NOT_COMPUTED.items():
+            if values.get(key, only) != only:
+                raise ValueError(f"config: {key} is {values[key]!r}, expected {only!r}, which alone is computed")
+        if "arch" not in values and values.get("model_type") == "qwen3":
+            values.update(arch="dense", active_layers=values["num_hidden_layers"])
+            values.update(values.get("rope_parameters") or {})
         known = {f.name for f in fields(cls)}
-        return cls(**{key: value for key, value in json.loads(text).items() if key in known})
+        return cls(**{key: value for key, value in values.items() if key in known})
 
     def to_json(self):
         dense = self.arch == "dense"
@@ -93,7 +106,7 @@ class Config:
             dict(
                 architectures=["Qwen3ForCausalLM" if dense else "XModForCausalLM"],
                 model_type="qwen3" if dense else "xmod",
-                tie_word_embeddings=True,
+                tie_word_embeddings=settings.pop("tie_word_embeddings"),
                 hidden_act="silu",
                 attention_bias=False,
                 torch_dtype="float32",
@@ -136,11 +149,11 @@ class RMSNorm(nn.Module):
         return rmsnorm(x, self.eps) * self.weight
 
 
-def rope_table(config, T, like):
-    """For each position and i < hd/2 the angle position * theta^(-2i/hd); its cosines, and its sines with the
-    signs of a rotation, for both halves of a head: (2, 1, T, hd)."""
+def rope_table(config, T, like, start=0):
+    """For each position from start on and i < hd/2 the angle position * theta^(-2i/hd); its cosines, and its
+    sines with the signs of a rotation, for both halves of a head: (2, 1, T, hd)."""
     exponent = torch.arange(0, config.head_dim, 2, dtype=torch.float64, device=like.device) / config.head_dim
-    position = torch.arange(T, dtype=torch.float64, device=like.device)
+    position = torch.arange(start, start + T, dtype=torch.float64, device=like.device)
     angle = torch.outer(position, config.rope_theta**-exponent)
     cos, sin = angle.cos(), angle.sin()
     return torch.stack([torch.cat([cos, cos], -1), torch.cat([-sin, sin], -1)]).unsqueeze(1).to(like.dtype)
@@ -159,9 +172,11 @@ def masked_attention(q, k, v, hidden):
 
 
 def causal_attention(q, k, v):
-    """Row i of q (B, H, n, hd) looks at the rows 0..i of k and v (B, H, n, hd)."""
-    n = q.size(-2)
-    return masked_attention(q, k, v, torch.ones(n, n, dtype=torch.bool, device=q.device).triu(1))
+    """Row i of q (B, H, n, hd) looks at the rows 0..i of k and v (B, H, n, hd), and at all that these have in
+    front of them."""
+    n, keys = q.size(-2), k.size(-2)
+    hidden = torch.ones(n, keys, dtype=torch.bool, device=q.device).triu(1 + keys - n)
+    return masked_attention(q, k, v, hidden)
 
 
 def take(x, index):
@@ -182,6 +197,7 @@ class Attention(nn.Module):
         self.o_proj = nn.Linear(self.H * self.hd, d, bias=False)
         self.q_norm = RMSNorm(self.hd, config.rms_norm_eps)
         self.k_norm = RMSNorm(self.hd, config.rms_norm_eps)
+        self.cache = None  # of the keys and values of earlier tokens, when text is generated (xmod_hf.py)
 
     def forward(self, x, rope, index=None):
         """x (B, n, d) to (B, n, d); or to (B, C, d) if only the rows `index` (B, C) ask."""
@@ -190,12 +206,15 @@ class Attention(nn.Module):
         k = self.k_proj(x).unflatten(-1, (self.KV, self.hd)).transpose(1, 2)
         v = self.v_proj(x).unflatten(-1, (self.KV, self.hd)).transpose(1, 2)
         q, k = apply_rope(self.q_norm(q), q_rope), apply_rope(self.k_norm(k), rope)
+        if self.cache is not None:
+            k, v = self.cache.extend(k, v)
         group = self.H // self.KV  # query head h uses key/value head h // group
         k, v = k.repeat_interleave(group, dim=1), v.repeat_interleave(group, dim=1)
         if index is None:
             y = causal_attention(q, k, v)
         else:
-            later = torch.arange(x.size(1), device=x.device) > index.unsqueeze(-1)  # (B, C, n)
+            earlier = k.size(2) - x.size(1)  # keys of a cache
+            later = torch.arange(k.size(2), device=x.device) > earlier + index.unsqueeze(-1)  # (B, C, keys)
             y = masked_attention(q, k, v, later.unsqueeze(1))
         return self.o_proj(y.transpose(1, 2).flatten(2))
 
@@ -481,11 +500,13 @@ class XMod(nn.Module):
         self.config = config
         self.model = nn.ModuleDict(
             dict(
-                embed_tokens=nn.Embedding(config.vocab_size, config.hidden_size),  # also the output head
+                embed_tokens=nn.Embedding(config.vocab_size, config.hidden_size),
                 layers=nn.ModuleList(make_layers(config)),
                 norm=RMSNorm(config.hidden_size, config.rms_norm_eps),
             )
         )
+        if not config.tie_word_embeddings:
+            self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
         self.init_weights(seed)
 
     @torch.no_grad()
@@ -497,7 +518,7 @@ class XMod(nn.Module):
                 p.fill_(self.config.residual_gate_init)
             elif name.endswith("expert_scale"):
                 p.fill_(0.1)
-            elif "embed_tokens" in name:
+            elif "embed_tokens" in name or "lm_head" in name:
                 p.normal_(0, 0.02, generator=generator)
             elif "mlp.gate." in name and self.config.arch == "deco":
                 p.normal_(0, 0.01, generator=generator)
@@ -509,11 +530,11 @@ class XMod(nn.Module):
                     std /= math.sqrt(2 * self.config.active_layers)
                 p.normal_(0, std, generator=generator)
 
-    def forward(self, tokens, targets=None, routing="topk"):
-        """tokens and targets (B, T); routing is "topk" (training) or "threshold" (causal)."""
-        embedding = self.model["embed_tokens"]
-        x = embedding(tokens)
-        rope = rope_table(self.config, tokens.size(1), like=x)
+    def forward(self, tokens, targets=None, routing="topk", start=0):
+        """tokens and targets (B, T) at positions from start on; routing is "topk" (training) or "threshold"
+        (causal)."""
+        x = self.model["embed_tokens"](tokens)
+        rope = rope_table(self.config, tokens.size(1), like=x, start=start)
         routes, choices, balance = {}, {}, TokenBalance(self.config)
         for number, layer in enumerate(self.model["layers"]):
             if isinstance(layer, SparseLayer):
@@ -523,7 +544,8 @@ class XMod(nn.Module):
                 x, balance = layer(x, rope), TokenBalance(self.config)
             if isinstance(layer.mlp, (MoE, Deco)):
                 choices[number] = layer.mlp.choice
-        logits = F.linear(self.model["norm"](x), embedding.weight)
+        head = self.model["embed_tokens"] if self.config.tie_word_embeddings else self.lm_head
+        logits = F.linear(self.model["norm"](x), head.weight)
         loss = None if targets is None else F.cross_entropy(logits.flatten(0, 1), targets.flatten())
         entropy = sum(choice.entropy for choice in choices.values()) / self.config.num_hidden_layers
         return Output(logits, loss, entropy, routes, choices)
@@ -579,16 +601,17 @@ class OptimizerSettings:
 
 
 class Trainer:
-    """Muon on the hidden matrices; AdamW on embedding, norms, routers, gates and scales, of which only the
-    embedding decays; gradients clipped by their global norm. Three things move without a gradient: thresholds
+    """Muon on the hidden matrices; AdamW on embedding, head, norms, routers, gates and scales, of which only
+    the first two decay; gradients clipped by their global norm. Three things move without a gradient: thresholds
     with the C-th largest scores, expert biases with the loads, the entropy weight with the active share."""
 
     def __init__(self, model, settings=OptimizerSettings()):
-        hidden, embedding, rest = [], [], []
+        hidden, vocabulary, rest = [], [], []
         for name, p in model.named_parameters():
-            (hidden if "_proj." in name else embedding if "embed_tokens." in name else rest).append(p)
+            of_vocabulary = "embed_tokens." in name or "lm_head." in name
+            (hidden if "_proj." in name else vocabulary if of_vocabulary else rest).append(p)
         adamw_groups = [
-            dict(params=embedding, weight_decay=settings.weight_decay),
+            dict(params=vocabulary, weight_decay=settings.weight_decay),
             dict(params=rest, weight_decay=0.0),
         ]
         self.muon = Muon(hidden, settings.lr, settings.momentum, settings.weight_decay)

@@ -59,6 +59,7 @@ inline std::vector<NamedConfig> configs() {
   auto ragged = [](ModelConfig& c) { c.seq_len = 23, c.token_sparsity = 5; };
   return {
       {"dense", with(Arch::dense, none), "DDDDD"},
+      {"untied_head", with(Arch::xmod, [](ModelConfig& c) { c.tie_word_embeddings = false; }), "DSSSSDSSSSD"},
       {"mod", with(Arch::mod, none), "DSDSDSD"},
       {"xmod", with(Arch::xmod, none), "DSSSSDSSSSD"},
       {"incomplete_interval", with(Arch::xmod, long_intervals), "DSSSSSSDSSSD"},
@@ -272,7 +273,7 @@ class ModelTest : public ::testing::TestWithParam<NamedConfig> {
   ModelTest() : config_(GetParam().config), model_(be_, config_, kBatch, Use::training) { randomise(model_); }
 
   static constexpr int64_t kBatch = 4;
-  TestBackend be_{1};
+  TestBackend be_{{.threads = 1}};
   ModelConfig config_;
   TestModel model_;
 };

@@ -58,6 +58,8 @@ std::vector<ModelConfig> models() {
   all.back().anchors = false;
   all.push_back(all[2]);
   all.back().residual_gate = false;
+  all.push_back(all[2]);
+  all.back().tie_word_embeddings = false;
   return all;
 }
 
@@ -224,15 +226,32 @@ TEST(Qwen3, RopeParametersOfNewerVersions) {
   expect_error(config, {"rope_parameters: rope_type is \"yarn\", expected \"default\""});
   config["rope_parameters"] = {{"rope_type", "default"}};
   expect_error(config, {"rope_parameters: the key rope_theta is missing"});
+  config["rope_parameters"] = {{"rope_theta", 500000.0}, {"partial_rotary_factor", 0.5}};
+  expect_error(config, {"rope_parameters: partial_rotary_factor is 0.5, expected 1"});
+  config["rope_theta"] = 10000.0;  // of an older version: the newer key counts
+  config["rope_parameters"] = {{"rope_theta", 500000.0}};
+  EXPECT_EQ(config_from_json(config, kPath).rope_theta, 500000);
+}
+
+TEST(Qwen3, AnOutputHeadOfItsOwn) {
+  EXPECT_TRUE(config_from_json(qwen3(), kPath).tie_word_embeddings);
+  const ModelConfig c = config_from_json(with(qwen3(), "tie_word_embeddings", false), kPath);
+  EXPECT_FALSE(c.tie_word_embeddings);
+  EXPECT_EQ(config_to_json(c)["tie_word_embeddings"], false);
 }
 
 TEST(Qwen3, RefusesWhatIsNotComputedHere) {
-  expect_error(with(qwen3(), "tie_word_embeddings", false), {"tie_word_embeddings is false, expected true"});
+  expect_error(with(qwen3(), "tie_word_embeddings", 1), {"tie_word_embeddings is 1, expected true or false"});
   expect_error(without(qwen3(), "tie_word_embeddings"), {"tie_word_embeddings", "missing"});
   expect_error(with(qwen3(), "hidden_act", "gelu"), {"hidden_act is \"gelu\", expected \"silu\""});
   expect_error(with(qwen3(), "attention_bias", true), {"attention_bias is true, expected false"});
   expect_error(with(qwen3(), "use_sliding_window", true), {"use_sliding_window is true"});
   expect_error(with(qwen3(), "rope_scaling", {{"type", "yarn"}}), {"rope_scaling is {\"type\":\"yarn\"}"});
+  expect_error(with(qwen3(), "attention_dropout", 0.1), {"attention_dropout is 0.1, expected 0"});
+  expect_error(with(qwen3(), "quantization_config", {{"bits", 4}}), {"quantization_config is {\"bits\":4}"});
+  expect_error(with(qwen3(), "layer_types", {"full_attention", "sliding_attention"}),
+               {"layer_types is", "expected \"full_attention\" for every layer"});
+  EXPECT_EQ(error_of(with(qwen3(), "layer_types", {"full_attention", "full_attention"})), "no error");
   expect_error(with(qwen3(), "model_type", "llama"), {"model_type is \"llama\"", "qwen3"});
   expect_error(with(qwen3(), "model_type", "qwen3_moe"), {"model_type is \"qwen3_moe\""});
 }

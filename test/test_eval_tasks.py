@@ -14,6 +14,8 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
 BINARY = ROOT / "train_xmod"
+sys.path.insert(0, str(ROOT / "scripts"))
+from run_tests import python_with  # noqa: E402
 
 # 14 thousand parameters in layers D SS D D, sequences of 32 tokens, 256 or 300 ids.
 MODEL = ("--arch xmod --dim 16 --heads 2 --kv-heads 1 --head-dim 8 --ffn-dim 24 --active-layers 4 --dense-prefix 1 "
@@ -25,13 +27,6 @@ WORDS = "the cat sat on a mat and saw that it was red".split()
 def tokenizer_file(tokens):
     header = struct.pack("<256i", 20240328, 2, len(tokens), -1, *[0] * 252)
     return header + b"".join(bytes([len(token)]) + token for token in tokens)
-
-
-def python_with_torch():
-    for python in (sys.executable, "/usr/bin/python3"):
-        if os.path.exists(python) and subprocess.run([python, "-c", "import torch"], capture_output=True).returncode == 0:
-            return python
-    return None
 
 
 class EvalTasks(unittest.TestCase):
@@ -155,7 +150,7 @@ class EvalTasks(unittest.TestCase):
         self.assertEqual((task["task"], task["normalised_by"]), ("val", "tokens"))
 
     def test_the_pytorch_reference_makes_the_same_choices(self):
-        python = python_with_torch()
+        python = python_with("torch")
         if python is None:
             self.skipTest("PyTorch is not installed (scripts/install_deps.sh reference)")
         command = [python, ROOT / "scripts" / "check_tasks.py", "--binary", BINARY, "--checkpoint", "out/step_00000003",

@@ -162,7 +162,7 @@ class Generate : public ::testing::TestWithParam<Arch> {
     return out;
   }
 
-  TestBackend be_{1};
+  TestBackend be_{{.threads = 1}};
   const ModelConfig config_;
   Model<TestBackend> model_;
 };
@@ -252,6 +252,16 @@ TEST_P(Generate, LogitsWithACacheAreThoseOfOnePass) {
       EXPECT_LE(normalised_error(out, row_of(whole, t + more - 1, V)), 1e-5) << "token " << t + more - 1;
     }
   }
+}
+
+// Also beyond the context.
+TEST_P(Generate, TheSameTextWithoutACache) {
+  const std::vector<Ints> prompts = {{1, 2, 3}, random_ids(30, config_.vocab_size, 3)};
+  const std::vector<Ints> expected = texts(prompts, 70, kGreedy);
+  std::vector<Ints> found(2);
+  Generation<TestBackend> generation(model_, prompts, kGreedy, 1, -1, /*use_cache=*/false);
+  generation.run(70, [&](size_t text, int32_t id) { found[text].push_back(id); });
+  EXPECT_EQ(found, expected);
 }
 
 TEST_P(Generate, ABatchGivesTheTextsOfItsRows) {

@@ -373,6 +373,7 @@ ModelConfig small_model() {
   c.seq_len = 8;
   c.token_sparsity = 2;
   c.dense_prefix = 1;
+  c.tie_word_embeddings = false;
   return c;
 }
 
@@ -409,6 +410,7 @@ bool ends_with_any(const std::string& name, const std::vector<std::string>& endi
 const std::vector<std::string> kMatrices = {"q_proj.weight",   "k_proj.weight",  "v_proj.weight",
                                             "o_proj.weight",   "up_proj.weight", "gate_proj.weight",
                                             "down_proj.weight"};
+const std::vector<std::string> kVocabulary = {"embed_tokens.weight", "lm_head.weight"};
 
 TEST_F(OptimizerTest, MuonTakesTheMatricesAndAdamWTheRest) {
   const OptimizerTable table = make_optimizer_table(table_, Optimizer::muon);
@@ -455,7 +457,7 @@ TEST_F(OptimizerTest, UpdatesEveryTensorOnItsOwn) {
     Floats expected = before;  // what lies between tensors stays
     for (const Parameter& p : table_.entries) {
       const bool matrix = ends_with_any(p.name, kMatrices), muon = matrix && choice == Optimizer::muon;
-      const bool decays = matrix || p.name == "model.embed_tokens.weight";
+      const bool decays = matrix || ends_with_any(p.name, kVocabulary);
       const Floats zeros(static_cast<size_t>(p.size));
       const Guarded<float> param(be_, slice(before, p)), m(be_, zeros), v(be_, zeros);
       for (int64_t step = 1; step <= 3; step++) {
@@ -477,7 +479,7 @@ TEST_F(OptimizerTest, UpdatesEveryTensorOnItsOwn) {
   }
 }
 
-TEST_F(OptimizerTest, WeightDecayPullsOnMatricesAndEmbeddingOnly) {
+TEST_F(OptimizerTest, WeightDecayPullsOnMatricesEmbeddingAndHeadOnly) {
   for (Optimizer choice : {Optimizer::muon, Optimizer::adamw}) {
     OptimizerConfig config;
     config.choice = choice;
@@ -487,7 +489,7 @@ TEST_F(OptimizerTest, WeightDecayPullsOnMatricesAndEmbeddingOnly) {
     const Guarded<float> params(be_, before), grads(be_, Floats(before.size()));
     state.update(params, grads, 0, 1, 0.5, 0.5);
     for (const Parameter& p : table_.entries) {
-      const bool decays = ends_with_any(p.name, kMatrices) || p.name == "model.embed_tokens.weight";
+      const bool decays = ends_with_any(p.name, kMatrices) || ends_with_any(p.name, kVocabulary);
       Floats expected = slice(before, p);
       for (float& value : expected) value *= decays ? 0.875f : 1;
       EXPECT_EQ(slice(params.values(), p), expected) << p.name;

@@ -318,6 +318,20 @@ TEST(Accounting, TinyByHand) {
   EXPECT_EQ(a.flops_per_token, 2.0 * 8 * layer + 4.0 * 256 * 128 * (5 + 12.0 / 16));
 }
 
+// A head of its own is parameters and memory, as FLOPs neither head nor embedding count.
+TEST(Accounting, UntiedHead) {
+  ModelConfig untied;
+  untied.tie_word_embeddings = false;
+  const Accounting a = account(untied), tied = account(ModelConfig{});
+  EXPECT_EQ(a.params_total, tied.params_total + 256 * 128);
+  EXPECT_EQ(a.params_matrix, tied.params_matrix + 256 * 128);
+  EXPECT_EQ(a.params_active, tied.params_active + 256 * 128);
+  EXPECT_EQ(a.flops_per_token, tied.flops_per_token);
+  // Weights, gradients and AdamW's two moments.
+  EXPECT_EQ(estimate_memory(untied, 1).total() - estimate_memory(ModelConfig{}, 1).total(),
+            4 * 4 * 256 * 128);
+}
+
 TEST(Accounting, OneInOneTokensIsDense) {
   const ModelConfig k1 = tiny(8, 1, 1);
   EXPECT_EQ(account(k1).flops_per_token, account(dense_reference(k1)).flops_per_token);

@@ -3,7 +3,9 @@ of BPE are skipped, with a line, where the packages tiktoken or tokenizers are m
 
 import base64
 import importlib.util
+import json
 import os
+import re
 import resource
 import struct
 import subprocess
@@ -13,6 +15,9 @@ import unittest
 from pathlib import Path
 
 SCRIPT = Path(__file__).resolve().parent.parent / "scripts" / "prepare_data.py"
+sys.path.insert(0, str(SCRIPT.parent))
+from prepare_data import PRE_SPLIT, UserError, printable_bytes, qwen_tokens  # noqa: E402
+from prepare_eval import read_tokenizer as read_eval_tokenizer  # noqa: E402
 
 
 def missing(package):
@@ -294,6 +299,71 @@ class TrainedBpe(PrepareDataTest):
         output = self.prepare(self.write("latin1.txt", "naïve café\n".encode("latin-1") * 100), "--tokenizer", "bpe")
         self.assertIn("na\ufffdve caf\ufffd", self.text("train").decode())
         self.assertIn("latin1.txt (200)", output)
+
+
+def qwen_settings(merges=("t h", "th e", "Ġ the", "! Ċ", "1 2")):
+    """A tokenizer.json as Hugging Face has it for Qwen models, of a few merges."""
+    vocabulary = {character: id for id, character in enumerate(printable_bytes())}
+    for merge in merges:
+        vocabulary["".join(merge.split(" "))] = len(vocabulary)
+    added = [{"id": len(vocabulary) + i, "content": content, "single_word": False, "lstrip": False, "rstrip": False,
+              "normalized": False, "special": True} for i, content in enumerate(["<|endoftext|>", "<|im_start|>"])]
+    return {"version": "1.0", "truncation": None, "padding": None, "added_tokens": added, "normalizer": {"type": "NFC"},
+            "pre_tokenizer": {"type": "Sequence", "pretokenizers": [
+                {"type": "Split", "pattern": {"Regex": PRE_SPLIT["qwen"][1]}, "behavior": "Isolated", "invert": False},
+                {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": False, "use_regex": False}]},
+            "post_processor": None, "decoder": {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": False,
+                                                "use_regex": False},
+            "model": {"type": "BPE", "dropout": None, "unk_token": None, "continuing_subword_prefix": "",
+                      "end_of_word_suffix": "", "fuse_unk": False, "byte_fallback": False, "vocab": vocabulary,
+                      "merges": list(merges)}}
+
+
+class QwenFile(unittest.TestCase):
+    def test_tokens_by_their_ids(self):
+        settings = qwen_settings()
+        tokens, eot = qwen_tokens(settings, "x")
+        self.assertEqual(sorted(tokens[:256]), [bytes([byte]) for byte in range(256)])
+        self.assertEqual(tokens[256:], [b"th", b"the", b" the", b"!\n", b"12", b"<|endoftext|>", b"<|im_start|>"])
+        self.assertEqual(eot, 261)
+        settings["model"]["merges"] = [merge.split(" ") for merge in settings["model"]["merges"]]  # of newer versions
+        settings["added_tokens"][1]["id"] = 264  # two ids without a text
+        self.assertEqual(qwen_tokens(settings, "x"), (tokens[:-1] + [b"", b"", b"<|im_start|>"], 261))
+
+    def test_other_files(self):
+        def changed(change):
+            settings = qwen_settings()
+            change(settings)
+            return settings
+
+        for part, settings in (
+                ("not laid out", {}), ("not laid out", []), ("not laid out", changed(lambda s: s.pop("added_tokens"))),
+                ("not laid out", changed(lambda s: s["model"].update(merges=[["q", "z"]]))),
+                ("kind WordPiece", changed(lambda s: s["model"].update(type="WordPiece"))),
+                ("expected by Qwen's pattern", changed(lambda s: s["pre_tokenizer"]["pretokenizers"].pop(0))),
+                ("order of the merges", changed(lambda s: s["model"]["merges"].reverse())),
+                ("no token for some byte", changed(lambda s: s["model"]["vocab"].pop("a"))),
+                ("no <|endoftext|>", changed(lambda s: s["added_tokens"].pop(0)))):
+            with self.assertRaisesRegex(UserError, "^some/tokenizer.json: .*" + re.escape(part)):
+                qwen_tokens(settings, "some/tokenizer.json")
+
+
+@unittest.skipIf(missing("tokenizers"), "the package tokenizers is missing: pip install tokenizers")
+class QwenShards(PrepareDataTest):
+    TEXT = "the 12 the!\n\n It's THE'LL <|endoftext|>  ²½ 漢字, don't \t\n x\n\n  "
+
+    def test_ids_are_those_of_tokenizers_and_of_the_evaluation(self):
+        import tokenizers
+        path = self.write("model/tokenizer.json", json.dumps(qwen_settings()).encode())
+        output = self.prepare(self.write("text", self.TEXT.encode()), "--tokenizer", "qwen", "--bpe-file", path,
+                              "--val-fraction", 0)
+        self.assertIn(f"--init-from {path.parent}", output)
+        self.assertEqual(read_tokenizer(self.out / "tokenizer.bin")[1:], (261, 3))
+        found, theirs = self.ids("train"), tokenizers.Tokenizer.from_file(str(path))
+        self.assertEqual(found, [261] + read_eval_tokenizer(self.out / "tokenizer.bin").encode(self.TEXT))
+        before, after = self.TEXT.split("<|endoftext|>")  # which is a special token there, and text here
+        self.assertEqual(found[1:1 + len(theirs.encode(before).ids)], theirs.encode(before).ids)
+        self.assertEqual(found[-len(theirs.encode(after).ids):], theirs.encode(after).ids)
 
 
 @unittest.skipIf(missing("tiktoken"), "the package tiktoken is missing: pip install tiktoken")

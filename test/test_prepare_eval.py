@@ -233,10 +233,13 @@ class Bpe(PrepareEvalTest):
         self.assertEqual(piece_pattern(2).findall(text),
                          ["It", "'s", " THE", "'S", " ", "123", "4", " ", " ", "²", "x", "\r\n\n", " don", "'t", "_stop",
                           "…", " ", " 漢字", "\tz", " \n"])
+        self.assertEqual(piece_pattern(3).findall(text + "\n "),
+                         ["It", "'s", " THE", "'S", " ", "1", "2", "3", "4", " ", " ", "²", "x", "\r\n\n", " don", "'t",
+                          "_stop", "…", " ", " 漢字", "\tz", " \n\n", " "])
 
     def test_no_character_is_lost(self):
         text = "".join(map(chr, [*range(0x250), *range(0x2000, 0x2070), 0x3000, 0x1F600, 0x1680, 0xE000])) * 2
-        for pre_split in (1, 2):
+        for pre_split in (1, 2, 3):
             self.assertEqual("".join(piece_pattern(pre_split).findall(text)), text)
 
 

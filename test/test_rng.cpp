@@ -140,6 +140,7 @@ ModelConfig init_config(Arch arch) {
   c.seq_len = 16;
   c.dense_prefix = 1;
   c.residual_gate_init = 0.625;
+  c.tie_word_embeddings = false;
   return c;
 }
 
@@ -165,6 +166,7 @@ TEST_F(InitialWeights, HaveTheDeviationsOfTheDesign) {
   const double d = 40, q = 60, F = 90, residual = 1 / std::sqrt(2.0 * 5);
   const std::map<std::string, double> deviation = {
       {"model.embed_tokens.weight", 0.02},
+      {"lm_head.weight", 0.02},
       {"self_attn.q_proj.weight", 1 / std::sqrt(d)},
       {"self_attn.k_proj.weight", 1 / std::sqrt(d)},
       {"self_attn.v_proj.weight", 1 / std::sqrt(d)},

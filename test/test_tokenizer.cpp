@@ -1,4 +1,4 @@
-// Tokenizer: bytes, BPE by lowest id, the two pre-splits, bad files.
+// Tokenizer: bytes, BPE by lowest id, the three pre-splits, bad files.
 #include "xmod/tokenizer.h"
 
 #include <gtest/gtest.h>
@@ -16,10 +16,10 @@ using Ids = std::vector<int32_t>;
 
 namespace {
 
-Strings pieces(std::string_view text, size_t (*piece)(std::string_view)) {
+Strings pieces(std::string_view text, PreSplit split) {
   Strings found;
   while (!text.empty()) {
-    const size_t length = piece(text);
+    const size_t length = first_piece(text, split);
     if (length == 0 || length > text.size()) return {"piece of length " + std::to_string(length)};
     found.emplace_back(text.substr(0, length));
     text.remove_prefix(length);
@@ -146,7 +146,7 @@ TEST(PreSplit, Gpt2) {
   for (const Strings& split : expected) {
     std::string text;
     for (const std::string& piece : split) text += piece;
-    EXPECT_EQ(pieces(text, gpt2_piece), split);
+    EXPECT_EQ(pieces(text, PreSplit::gpt2), split);
   }
 }
 
@@ -170,15 +170,37 @@ TEST(PreSplit, Cl100k) {
   for (const Strings& split : expected) {
     std::string text;
     for (const std::string& piece : split) text += piece;
-    EXPECT_EQ(pieces(text, cl100k_piece), split);
+    EXPECT_EQ(pieces(text, PreSplit::cl100k), split);
+  }
+}
+
+// As cl100k, but for numbers, and white space at the end.
+TEST(PreSplit, Qwen) {
+  const std::vector<Strings> expected = {
+      {"Hello", " world", ",", " it", "'s", " ", "2", "0", "2", "4", "!"},
+      {" ", " two", " ", " spaces", "\n\n\n", "end", "  "},
+      {"I", "'ll", " I", "'LL", " '", "season", " x", "'s"},
+      {"a", "\n", "  "},
+      {"a", " \n \r\n", "\t "},
+      {"1", "²", "½", " ", "6"},
+      {"f", "(x", "_", "1", ")!!\r\n\r\n", " ", " y"},
+      {"e", "\u0301t", " नमस", "्त", "े"},
+      {"a", "\u00a0b", "\u3000c", "\u2003"},
+      {"\t", "\tindent", "\tx"},
+      {"...\n\n", "A", "\n\n"},
+  };
+  for (const Strings& split : expected) {
+    std::string text;
+    for (const std::string& piece : split) text += piece;
+    EXPECT_EQ(pieces(text, PreSplit::qwen), split);
   }
 }
 
 TEST(PreSplit, InvalidUtf8CountsAsPunctuation) {
   for (const std::string& bad :
        Strings{"\xFF", "\xC3", "\xE2\x82", "\xC0\xAF", "\xED\xA0\x80", "\xF4\x90\x80\x80"}) {
-    EXPECT_EQ(pieces("ab" + bad + " cd", gpt2_piece), (Strings{"ab", bad, " cd"}));
-    EXPECT_EQ(pieces("ab" + bad, gpt2_piece), (Strings{"ab", bad}));
+    EXPECT_EQ(pieces("ab" + bad + " cd", PreSplit::gpt2), (Strings{"ab", bad, " cd"}));
+    EXPECT_EQ(pieces("ab" + bad, PreSplit::gpt2), (Strings{"ab", bad}));
   }
 }
 
@@ -198,6 +220,8 @@ TEST_F(TokenizerTest, NeverMergesAcrossPieces) {
   const Strings tokens = vocabulary({"a!", "!a", "1a", "aa", "a\xC3"});
   EXPECT_EQ(load(tokenizer_file(tokens)).encode("a!a1aé"), (Ids{'a', '!', 'a', '1', 260, 0xA9}));
   EXPECT_EQ(load(tokenizer_file(tokens, -1, 2)).encode("a!a1aé"), (Ids{'a', 257, '1', 260, 0xA9}));
+  EXPECT_EQ(load(tokenizer_file(vocabulary({"12"}), -1, 2)).encode("12"), (Ids{256}));
+  EXPECT_EQ(load(tokenizer_file(vocabulary({"12"}), -1, 3)).encode("12"), (Ids{'1', '2'}));
 }
 
 TEST_F(TokenizerTest, AgreesWithTheDefinition) {
@@ -287,7 +311,7 @@ TEST_F(TokenizerTest, BadFilesAreRefused) {
   expect_error(with_field(2, 0x7FFFFFFF), {"truncated", "token 257", "expected 2147483647 tokens"});
   expect_error(with_field(3, 257), {"end-of-text token 257", "expected -1 to 256"});
   expect_error(with_field(3, static_cast<uint32_t>(-2)), {"end-of-text token -2"});
-  expect_error(with_field(4, 3), {"pre-split 3", "expected 0 to 2"});
+  expect_error(with_field(4, 4), {"pre-split 4", "expected 0 to 3"});
   fs::remove(path());
   EXPECT_THROW(Tokenizer::load(path()), Error);
 }

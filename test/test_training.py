@@ -871,11 +871,13 @@ class RefusedCheckpointTest(TrainingTest):
                 ("num_key_value_heads", 3, "multiple of"), ("head_dim", 7, "odd"), ("token_sparsity", 17, "larger"),
                 ("hidden_size", -1, "whole number"), ("hidden_size", 2**70, "whole number"),
                 ("vocab_size", None, "whole number"), ("model_type", "llama", "model_type"),
-                ("tie_word_embeddings", False, "true"), ("layer_pattern", "DDDDD", "layer_pattern"),
+                ("tie_word_embeddings", 0, "true or false"), ("layer_pattern", "DDDDD", "layer_pattern"),
                 ("num_hidden_layers", 6, "num_hidden_layers")]:
             self.refused(["config.json", part], "config.json", json.dumps({**config, key: value}).encode())
         larger = json.dumps({**config, "hidden_size": 18}).encode()
         self.refused(["model.safetensors", "shape"], "config.json", larger, ["generate", "eval"])
+        untied = json.dumps({**config, "tie_word_embeddings": False}).encode()
+        self.refused(["model.safetensors", "no tensor lm_head.weight"], "config.json", untied, ["generate", "eval"])
         huge = json.dumps({**config, "vocab_size": 2147483647, "hidden_size": 100000}).encode()
         self.refused("out of memory", "config.json", huge, ["eval"])
 

@@ -22,9 +22,11 @@
 #include "dataloader.h"
 #include "xmod/config_json.h"
 #include "xmod/files.h"
+#include "xmod/json_file.h"
 #include "xmod/model.h"
 #include "xmod/optimizer.h"
 #include "xmod/safetensors.h"
+#include "xmod/weight_files.h"
 
 namespace xmod {
 
@@ -64,23 +66,35 @@ void save_tensors(const std::string& path, Backend& be, const std::vector<Stored
   writer.commit();
 }
 
-// Reads all of `tensors`, finite values; the file must have them and no others.
+// Reads `tensors`, finite values.
 template <class Backend>
-void load_tensors(const std::string& path, Backend& be, const std::vector<StoredTensor>& tensors) {
-  const SafetensorsFile file(path);
-  std::set<std::string> known;
+void load_tensors(const WeightFiles& files, Backend& be, const std::vector<StoredTensor>& tensors) {
   for (const StoredTensor& t : tensors) {
-    known.insert(t.name);
-    file.read_f32_pieces(t.name, t.shape, [&](int64_t first, const float* values, int64_t n) {
+    files.file(t.name).read_f32_pieces(t.name, t.shape, [&](int64_t first, const float* values, int64_t n) {
       be.to_device(t.device + first, values, n);
     });
   }
-  for (const TensorInfo& info : file.tensors()) {
-    if (!known.count(info.name)) {
-      fail(path, ": tensor ", printable(info.name), " is not one of this model's ", known.size(),
-           " tensors; does config.json belong to this file?");
-    }
+}
+
+// Refuses files with tensors beside those of the table.
+inline void require_no_others(const WeightFiles& files, const std::set<std::string>& known) {
+  for (const std::string& name : files.names()) {
+    if (known.count(name)) continue;
+    fail(files.file(name).path(), ": tensor ", printable(name), " is not one of this model's ", known.size(),
+         " tensors; does config.json belong to this file?");
   }
+}
+
+inline std::set<std::string> tensor_names(const std::vector<StoredTensor>& tensors) {
+  std::set<std::string> names;
+  for (const StoredTensor& t : tensors) names.insert(t.name);
+  return names;
+}
+
+template <class Backend>
+void load_all_tensors(const WeightFiles& files, Backend& be, const std::vector<StoredTensor>& tensors) {
+  load_tensors(files, be, tensors);
+  require_no_others(files, tensor_names(tensors));
 }
 
 template <class Backend>
@@ -119,19 +133,6 @@ inline void require_optimizer(const std::string& path, const std::vector<StoredT
     fail("--resume: ", path, " has no ", t.name, ", so another --optimizer wrote it; ",
          "give the flags of the first run, or another --out");
   }
-}
-
-inline nlohmann::json parse_json_file(const std::string& path) {
-  // Such a value would be a tree so deep that walking it overflows the stack.
-  auto refuse_depth = [&](int depth, nlohmann::json::parse_event_t, const nlohmann::json&) {
-    constexpr int kDeepest = 32;
-    if (depth > kDeepest) fail(path, ": nested more than ", kDeepest, " deep; is the file damaged?");
-    return true;
-  };
-  const nlohmann::json parsed =
-      nlohmann::json::parse(read_file(path), refuse_depth, /*allow_exceptions=*/false);
-  if (parsed.is_discarded()) fail(path, ": not valid JSON; is the file damaged?");
-  return parsed;
 }
 
 inline nlohmann::json to_json(const TrainerState& s) {
@@ -177,17 +178,16 @@ void save_checkpoint(const std::string& out, const Model<Backend>& model,
   checkpoint.commit();
 }
 
-inline ModelConfig load_config(const std::string& checkpoint) {
-  if (!is_directory(checkpoint)) {
-    fail("--checkpoint ", checkpoint, ": no such directory, expected one such as OUT/step_00000500");
-  }
-  const std::string path = checkpoint + "/config.json";
-  return config_from_json(detail::parse_json_file(path), path);
+inline WeightFiles open_weights(const std::string& checkpoint, const ModelConfig& c) {
+  WeightFiles files = WeightFiles::of_checkpoint(checkpoint);
+  if (c.tie_word_embeddings) files.drop_copy("lm_head.weight", "model.embed_tokens.weight");
+  return files;
 }
 
 template <class Backend>
 void load_model(const std::string& checkpoint, Model<Backend>& model) {
-  detail::load_tensors(checkpoint + "/model.safetensors", model.backend(), detail::model_tensors(model));
+  detail::load_all_tensors(open_weights(checkpoint, model.config), model.backend(),
+                           detail::model_tensors(model));
 }
 
 // Weights, optimizer and trainer state; refuses a checkpoint of another model.
@@ -203,9 +203,9 @@ TrainerState load_checkpoint(const std::string& checkpoint, Model<Backend>& mode
   const std::string state = checkpoint + "/optimizer.safetensors";
   const std::vector<detail::StoredTensor> tensors = detail::optimizer_tensors(model, optimizer);
   detail::require_optimizer(state, tensors);
-  detail::load_tensors(state, model.backend(), tensors);
+  detail::load_all_tensors(WeightFiles(state), model.backend(), tensors);
   const std::string path = checkpoint + "/trainer.json";
-  return detail::trainer_state_from_json(detail::parse_json_file(path), path);
+  return detail::trainer_state_from_json(read_json_file(path), path);
 }
 
 }  // namespace xmod

@@ -235,7 +235,7 @@ inline void check_required(const std::vector<Given>& given, const Options& o,
     if (!flag.required || !of_command(flag, o.command) || is_given(given, flag.name)) continue;
     if (flag.belongs_to == nullptr)
       usage_error(name_of(o.command), " needs ", spelling(flag), ": ", flag.help);
-    if (model && flag.belongs_to(o.model.arch)) {
+    if (model && o.train.init_from.empty() && flag.belongs_to(o.model.arch)) {
       usage_error("--arch ", arch_name(o.model.arch), " needs ", spelling(flag), ": ", flag.help);
     }
   }
@@ -275,7 +275,7 @@ inline Options parse_options(int argc, char** argv) {
   detail::apply(options, given, detail::Stage::preset);
   detail::apply(options, given, detail::Stage::value);
   detail::check_architecture(given, options.model.arch);
-  set_derived_defaults(options.model);
+  if (options.train.init_from.empty()) set_derived_defaults(options.model);
   detail::apply(options, given, detail::Stage::derived);
   detail::check_required(given, options, table);
   detail::check_values(options);

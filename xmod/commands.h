@@ -43,8 +43,25 @@ inline Tokenizer checkpoint_tokenizer(const std::string& checkpoint, const Model
        " is not one of bytes; put the tokenizer.bin there that prepare_data.py wrote beside the shards");
 }
 
+// seq_len: of --seq-len, 0 where it was not given.
+inline ModelConfig load_config_for(const std::string& checkpoint, int64_t seq_len) {
+  ModelConfig config = load_config(checkpoint);
+  if (seq_len == 0) return config;
+  if (seq_len > config.seq_len) {
+    fail("--seq-len ", seq_len, ": longer than the context of ", config.seq_len, " that ", checkpoint,
+         " was trained with; give less");
+  }
+  config.seq_len = seq_len;
+  validate(config);
+  return config;
+}
+
 template <class Backend>
 void train(const Options& options) {
+  if (!options.train.init_from.empty()) {
+    const std::string& from = options.train.init_from;
+    require_same_sizes(from, options.model, load_config(from, "--init-from"));
+  }
   require_memory(
       training_memory<Backend>(options.model, run_size(options.train, options.machine.threads)).total(),
       Backend::memory_bytes());
@@ -149,7 +166,7 @@ inline void print_evaluation(const EvalOptions& o, const std::optional<Validatio
 template <class Backend>
 void eval(const Options& options) {
   const EvalOptions& o = options.eval;
-  const ModelConfig config = load_config(o.checkpoint);
+  const ModelConfig config = load_config_for(o.checkpoint, o.seq_len);
   std::optional<TokenShards> shards;
   if (!o.val_data.empty()) shards.emplace(o.val_data, config.seq_len, config.vocab_size, "--val-data");
   std::vector<TaskFile> tasks = read_tasks(o, config);
@@ -231,7 +248,7 @@ void report_generation(const ModelConfig& c, int64_t tokens, double seconds,
 template <class Backend>
 void generate_text(const Options& options) {
   const GenerateOptions& o = options.generate;
-  const ModelConfig config = load_config(o.checkpoint);
+  const ModelConfig config = load_config_for(o.checkpoint, o.seq_len);
   const Tokenizer tokenizer = checkpoint_tokenizer(o.checkpoint, config);
   std::vector<std::string> prompts = {o.prompt};
   if (!o.prompt_file.empty()) prompts = read_prompts(o.prompt_file);
@@ -245,7 +262,7 @@ void generate_text(const Options& options) {
   Model<Backend> model(backend, config, B, Use::inference);
   load_model(o.checkpoint, model);
   Generation<Backend> generation(model, std::move(texts), {o.temperature, o.top_k, o.top_p},
-                                 static_cast<uint64_t>(o.seed), tokenizer.eot());
+                                 static_cast<uint64_t>(o.seed), tokenizer.eot(), o.use_cache);
   TextPrinter printer(std::move(prompts));
   const Stopwatch watch;
   int64_t tokens = 0;

@@ -17,6 +17,8 @@
 #include <vector>
 
 #include "xmod/error.h"
+#include "xmod/files.h"
+#include "xmod/json_file.h"
 #include "xmod_common.h"
 
 namespace xmod {
@@ -85,6 +87,7 @@ inline const std::vector<ModelField>& model_fields() {
       {"max_position_embeddings", "seq-len", &C::seq_len, index, any, true},
       {"rope_theta", "rope-theta", &C::rope_theta, between(1, 1e12), any, true},
       {"rms_norm_eps", "", &C::rms_norm_eps, between(1e-30, 1), any, true},
+      {"tie_word_embeddings", "untied-head", &C::tie_word_embeddings, {}, any, true},
       {"token_sparsity", "token-sparsity", &C::token_sparsity, index, is_routed},
       {"anchor_stride", "anchor-stride", &C::anchor_stride, index, has_units},
       {"dense_prefix", "dense-prefix", &C::dense_prefix, at_least(0), has_dense_prefix},
@@ -158,7 +161,6 @@ inline nlohmann::json config_to_json(const ModelConfig& c) {
       {"architectures", nlohmann::json::array({dense ? "Qwen3ForCausalLM" : "XModForCausalLM"})},
       {"model_type", dense ? "qwen3" : "xmod"},
       {"num_hidden_layers", count_layers(plan)},
-      {"tie_word_embeddings", true},
       {"hidden_act", "silu"},
       {"attention_bias", false},
       {"torch_dtype", "float32"},
@@ -218,11 +220,8 @@ class ConfigReader {
   }
 
   // A setting that changes what the model computes, and of which only one value is built.
-  void expect(const char* key, const nlohmann::json& only) const {
-    if (value(key) != only) complain(key, show(only) + ", the only value this program computes");
-  }
   void expect_if_present(const char* key, const nlohmann::json& only) const {
-    if (has(key)) expect(key, only);
+    if (has(key) && value(key) != only) complain(key, show(only) + ", the only value this program computes");
   }
 
   [[noreturn]] void complain(const char* key, const std::string& expected) const {
@@ -256,14 +255,29 @@ inline Arch read_arch(const ConfigReader& in) {
   in.complain("arch", "one of: " + valid + " (model_type is \"" + model_type + "\")");
 }
 
+// What a Qwen3 model of Hugging Face may have and this program does not compute.
+inline void refuse_other_blocks(const ConfigReader& in) {
+  in.expect_if_present("hidden_act", "silu");
+  in.expect_if_present("attention_bias", false);
+  in.expect_if_present("attention_dropout", 0);
+  in.expect_if_present("use_sliding_window", false);
+  in.expect_if_present("rope_scaling", nullptr);
+  in.expect_if_present("quantization_config", nullptr);
+  if (!in.has("layer_types")) return;
+  for (const nlohmann::json& type : in.value("layer_types")) {
+    if (type != "full_attention")
+      in.complain("layer_types", "\"full_attention\" for every layer, the only one this program computes");
+  }
+}
+
 // Newer transformers keep rope_theta inside rope_parameters.
 inline void read_rope(const ConfigReader& in, const std::string& path, ModelConfig& c) {
   const Range range = model_field("rope-theta").range;
-  in.expect_if_present("rope_scaling", nullptr);
-  if (in.has("rope_theta") || !in.has("rope_parameters")) return in.read("rope_theta", range, c.rope_theta);
+  if (!in.has("rope_parameters")) return in.read("rope_theta", range, c.rope_theta);
   const std::string inner_path = path + ": rope_parameters";
   const ConfigReader inner(in.value("rope_parameters"), inner_path);
   inner.expect_if_present("rope_type", "default");
+  inner.expect_if_present("partial_rotary_factor", 1);
   inner.read("rope_theta", range, c.rope_theta);
 }
 
@@ -323,14 +337,20 @@ inline ModelConfig config_from_json(const nlohmann::json& json, const std::strin
   const detail::ConfigReader in(json, path);
   ModelConfig c;
   c.arch = detail::read_arch(in);
-  in.expect("tie_word_embeddings", true);
-  in.expect_if_present("hidden_act", "silu");
-  in.expect_if_present("attention_bias", false);
-  in.expect_if_present("use_sliding_window", false);
+  detail::refuse_other_blocks(in);
   detail::read_fields(in, path, c);
   detail::check_model(c, path);
   detail::check_layers(in, c);
   return c;
+}
+
+// Of a checkpoint's directory, which `flag` gave.
+inline ModelConfig load_config(const std::string& checkpoint, const char* flag = "--checkpoint") {
+  if (!is_directory(checkpoint)) {
+    fail(flag, " ", checkpoint, ": no such directory, expected one such as OUT/step_00000500");
+  }
+  const std::string path = checkpoint + "/config.json";
+  return config_from_json(read_json_file(path), path);
 }
 
 // ---------------------------------------------------------------------------------------------------

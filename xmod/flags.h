@@ -135,6 +135,7 @@ inline std::vector<Flag> size_flags() {
       model_flag("head-dim", "N", "size of a head, even"),
       model_flag("ffn-dim", "N", "hidden width of the feed-forward network"),
       model_flag("vocab-size", "N", "token ids are below this"),
+      model_flag("untied-head", "", "an output head of its own, not the embedding"),
       model_flag("seq-len", "N", "context length T in tokens"),
       rope,
   };
@@ -183,6 +184,22 @@ inline std::vector<Flag> expert_flags() {
   };
 }
 
+// The checkpoint's sizes take the place of a preset's.
+inline Flag init_from_flag() {
+  Flag flag =
+      value_flag("init-from", "DIR", &Options::train, &TrainOptions::init_from, {},
+                 "start from the weights of a dense checkpoint, ours or Hugging Face's Qwen3; the model's "
+                 "flags follow its config.json where they are not given");
+  const auto take_path = flag.set;
+  flag.set = [=](Options& o, const std::string& directory) {
+    take_path(o, directory);
+    o.model = load_config(directory, "--init-from");
+  };
+  flag.stage = Stage::preset;
+  flag.excludes = "preset";
+  return flag;
+}
+
 inline std::vector<Flag> train_data_flags() {
   using O = TrainOptions;
   constexpr auto part = &Options::train;
@@ -193,6 +210,7 @@ inline std::vector<Flag> train_data_flags() {
       train,
       value_flag("val-data", "GLOB", part, &O::val_data, {}, "token shards to validate on"),
       value_flag("out", "DIR", part, &O::out, {}, "directory for checkpoints and metrics.csv"),
+      init_from_flag(),
   };
 }
 
@@ -293,6 +311,14 @@ inline std::vector<Flag> plan_flags() {
   };
 }
 
+template <class Part>
+Flag shorter_context_flag(Part Options::*part) {
+  Flag flag = value_flag("seq-len", "N", part, &Part::seq_len, between(1, 2147483647),
+                         "a shorter context than the checkpoint's, for less memory");
+  flag.default_text = "the checkpoint's";
+  return flag;
+}
+
 inline std::vector<Flag> eval_flags() {
   using O = EvalOptions;
   constexpr auto part = &Options::eval;
@@ -313,6 +339,7 @@ inline std::vector<Flag> eval_flags() {
       per_item,
       value_flag("batch-size", "N", part, &O::batch_size, between(1, 2147483647), "sequences of a batch"),
       value_flag("eval-batches", "N", part, &O::eval_batches, between(0, 2147483647), "0: all the data"),
+      shorter_context_flag(part),
       switch_flag("json", part, &O::json, true, "print JSON"),
   };
 }
@@ -337,6 +364,10 @@ inline std::vector<Flag> generate_flags() {
       value_flag("top-k", "N", part, &O::top_k, at_least(0), "choose among the K most probable; 0: off"),
       value_flag("top-p", "X", part, &O::top_p, Range{0, 1, true},
                  "choose among the most probable that together have this probability"),
+      shorter_context_flag(part),
+      switch_flag(
+          "no-cache", part, &O::use_cache, false,
+          "compute each token from all before it, as a check and for comparison: the same text, later"),
       value_flag("seed", "N", part, &O::seed, at_least(0), "seed of the choice of tokens"),
   };
 }

@@ -52,15 +52,18 @@ inline int32_t sample_token(const std::vector<float>& logits, const Sampling& sa
 template <class Backend>
 class Generation {
  public:
-  // texts: token ids, at least one each. end: the id that closes a text, -1 for none.
+  // texts: token ids, at least one each. end: the id that closes a text, -1 for none. Without the cache,
+  // every token takes a run over all before it; the texts are the same.
   Generation(Model<Backend>& model, std::vector<std::vector<int32_t>> texts, const Sampling& sampling,
-             uint64_t seed, int32_t end)
+             uint64_t seed, int32_t end, bool use_cache = true)
       : model_(model),
         texts_(std::move(texts)),
         sampling_(sampling),
         seed_(seed),
         end_(end),
+        use_cache_(use_cache),
         cache_(model.make_cache(static_cast<int64_t>(texts_.size()))),
+        begin_(texts_.size()),
         fed_(texts_.size()),
         open_(texts_.size(), true),
         logits_(texts_.size() * static_cast<size_t>(model.config.vocab_size)) {}
@@ -90,6 +93,7 @@ class Generation {
     for (size_t text = 0; text < texts_.size(); text++) {
       if (open_[text]) {
         make_context(text);
+        if (!use_cache_) forget(text);
         tokens.insert(tokens.end(), texts_[text].begin() + static_cast<int64_t>(fed_[text]),
                       texts_[text].end());
         fed_[text] = texts_[text].size();
@@ -106,8 +110,13 @@ class Generation {
     const int64_t more = size - static_cast<int64_t>(fed_[text]);
     if (cache_.length[text] + more <= T) return;
     const int64_t kept = fed_[text] == 0 ? T : std::max<int64_t>(1, T / 2);
+    begin_[text] = static_cast<size_t>(size - kept);
+    forget(text);
+  }
+
+  void forget(size_t text) {
     cache_.forget(static_cast<int64_t>(text));
-    fed_[text] = static_cast<size_t>(size - kept);
+    fed_[text] = begin_[text];
   }
 
   template <class Emit>
@@ -133,8 +142,10 @@ class Generation {
   const Sampling sampling_;
   const uint64_t seed_;
   const int32_t end_;
+  const bool use_cache_;
   KeyValueCache<Backend> cache_;
-  std::vector<size_t> fed_;    // tokens of each text that the model has seen
+  std::vector<size_t> begin_;  // of each text: where its context begins ...
+  std::vector<size_t> fed_;    // ... and ends, as far as the model has seen it
   std::vector<bool> open_;     // texts that have not ended
   std::vector<float> logits_;  // (texts, V) behind the last token of each
 };

@@ -352,7 +352,7 @@ class Model {
                         eps());
     for (int64_t row = 0; row < n_; row += act_->logit_rows) {
       const int64_t count = std::min(act_->logit_rows, n_ - row);
-      be_.matmul_forward(act_->logits, act_->final_norm + row * d, weight(table.embed_tokens), count, d, V);
+      be_.matmul_forward(act_->logits, act_->final_norm + row * d, weight(table.lm_head), count, d, V);
       be_.crossentropy_forward(act_->losses + row, act_->logits, act_->targets + row, count, V);
     }
     return be_.mean(act_->losses, n_);
@@ -366,11 +366,11 @@ class Model {
                         eps());
     for (int64_t row = 0; row < n_; row += act_->logit_rows) {
       const int64_t count = std::min(act_->logit_rows, n_ - row);
-      be_.matmul_forward(act_->logits, act_->final_norm + row * d, weight(table.embed_tokens), count, d, V);
+      be_.matmul_forward(act_->logits, act_->final_norm + row * d, weight(table.lm_head), count, d, V);
       be_.crossentropy_forward_backward(act_->losses + row, act_->logits, act_->targets + row, dloss, count,
                                         V);
-      be_.matmul_backward(act_->dfinal + row * d, gradient(table.embed_tokens), act_->logits,
-                          act_->final_norm + row * d, weight(table.embed_tokens), count, d, V);
+      be_.matmul_backward(act_->dfinal + row * d, gradient(table.lm_head), act_->logits,
+                          act_->final_norm + row * d, weight(table.lm_head), count, d, V);
     }
     be_.rmsnorm_backward(act_->dstream, gradient(table.final_norm), act_->dfinal, act_->stream,
                          weight(table.final_norm), act_->final_rstd, n_, d);
@@ -383,7 +383,7 @@ class Model {
     std::vector<floatX> chunk(static_cast<size_t>(std::min(rows, act_->logit_rows) * V));
     for (int64_t row = 0; row < rows; row += act_->logit_rows) {
       const int64_t count = std::min(act_->logit_rows, rows - row);
-      be_.matmul_forward(act_->logits, inp + row * d, weight(table.embed_tokens), count, d, V);
+      be_.matmul_forward(act_->logits, inp + row * d, weight(table.lm_head), count, d, V);
       be_.to_host(chunk.data(), act_->logits, count * V);
       std::copy(chunk.begin(), chunk.begin() + count * V, out + row * V);
     }

@@ -64,6 +64,7 @@ struct ModelConfig {
 
   double rope_theta = 10000;
   double rms_norm_eps = 1e-6;
+  bool tie_word_embeddings = true;  // the embedding is also the output head
 
   int64_t q_dim() const { return heads * head_dim; }
   int64_t kv_dim() const { return kv_heads * head_dim; }

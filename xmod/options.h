@@ -28,6 +28,7 @@ struct MachineOptions {
 struct TrainOptions {
   std::string train_data, val_data;  // globs of token shards; no val_data: no validation
   std::string out = "out";
+  std::string init_from;    // checkpoint whose weights the run starts from; empty: none
   int64_t batch_size = 16;  // sequences of one forward and backward pass
   int64_t grad_accum = 1;   // such passes per optimizer step
   int64_t steps = 0;        // exactly one of these two is given
@@ -65,6 +66,7 @@ struct EvalOptions {
   int64_t max_items = 0;           // of each task; 0: all
   int64_t batch_size = 16;
   int64_t eval_batches = 0;  // 0: all
+  int64_t seq_len = 0;       // 0: the checkpoint's
   bool json = false;
 };
 
@@ -74,6 +76,8 @@ struct GenerateOptions {
   double temperature = 0.8;  // 0: always the most probable token
   int64_t top_k = 0;         // 0: off
   double top_p = 1;
+  int64_t seq_len = 0;  // 0: the checkpoint's
+  bool use_cache = true;
   int64_t seed = 42;
 };
 

@@ -11,7 +11,7 @@ namespace xmod {
 
 enum class Optimizer { muon, adamw };
 enum class Init {
-  embedding,        // N(0, 0.02^2)
+  embedding,        // N(0, 0.02^2); also an output head of its own
   matrix,           // N(0, 1/fan_in)
   residual_matrix,  // the same, divided by sqrt(2 * active_layers): it writes to the residual stream
   ones,             // norms

@@ -116,6 +116,12 @@ inline std::string printable(std::string_view text, size_t longest = 100) {
   return text.size() > longest ? line + "..." : line;
 }
 
+[[noreturn]] inline void fail_missing_tensor(const std::string& path, const std::string& name,
+                                             size_t tensors) {
+  fail(path, ": there is no tensor ", printable(name), " among its ", tensors,
+       "; is it the file of another model?");
+}
+
 // ----------------------------------------------------------------------------
 // 16-bit floats
 
@@ -373,10 +379,7 @@ class SafetensorsFile {
 
   const TensorInfo& info(const std::string& name) const {
     const auto found = index_.find(name);
-    if (found == index_.end()) {
-      fail(path_, ": there is no tensor ", printable(name), " among its ", tensors_.size(),
-           "; is it the file of another model?");
-    }
+    if (found == index_.end()) fail_missing_tensor(path_, name, tensors_.size());
     return tensors_[found->second];
   }
 

@@ -159,7 +159,7 @@ class TaskScorer {
     const int64_t d = model_.config.dim;
     for (int64_t row = begin; row < end; row++) {
       model_.backend().matmul_forward(act.logits, act.final_norm + row * d,
-                                      model_.params() + model_.table.embed_tokens, 1, d, V_);
+                                      model_.params() + model_.table.lm_head, 1, d, V_);
       logits_.resize(static_cast<size_t>(V_));
       model_.backend().to_host(logits_.data(), act.logits, V_);
       const auto best = std::max_element(logits_.begin(), logits_.end()) - logits_.begin();

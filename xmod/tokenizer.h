@@ -8,8 +8,8 @@
 //
 // The vocabulary lies beside the token shards as `tokenizer.bin`, llm.c's layout, little endian:
 //   256 int32   header: [0] magic 20240328, [1] version 2, [2] number of tokens n, [3] id of the end-of-text
-//               token or -1, [4] pre-split: 0 not stated, 1 GPT-2's, 2 cl100k's (llm.c leaves it 0 and knows
-//               GPT-2 only, so 0 means 1)
+//               token or -1, [4] pre-split: 0 not stated, 1 GPT-2's, 2 cl100k's, 3 Qwen's (llm.c leaves it 0
+//               and knows GPT-2 only, so 0 means 1)
 //   n times     one byte: length, then so many bytes. Length 0: an id that stands for no text.
 // Without a file, a token is a byte.
 #pragma once
@@ -31,11 +31,10 @@
 
 namespace xmod {
 
-enum class PreSplit : int32_t { gpt2 = 1, cl100k = 2 };
+enum class PreSplit : int32_t { gpt2 = 1, cl100k = 2, qwen = 3 };
 
 // Length of the first piece of `text`, which is not empty.
-inline size_t gpt2_piece(std::string_view text);
-inline size_t cl100k_piece(std::string_view text);
+inline size_t first_piece(std::string_view text, PreSplit split);
 
 class Tokenizer {
  public:
@@ -59,11 +58,11 @@ class Tokenizer {
     if (eot < -1 || eot >= count) {
       fail(path, ": end-of-text token ", eot, ", expected -1 to ", count - 1, "; ", kRemedy);
     }
-    if (split < 0 || split > 2) fail(path, ": pre-split ", split, ", expected 0 to 2; ", kRemedy);
+    if (split < 0 || split > 3) fail(path, ": pre-split ", split, ", expected 0 to 3; ", kRemedy);
 
     Tokenizer tokenizer;
     tokenizer.eot_ = eot;
-    tokenizer.split_ = split == 2 ? PreSplit::cl100k : PreSplit::gpt2;
+    tokenizer.split_ = split == 0 ? PreSplit::gpt2 : PreSplit{split};
     int64_t next = header_bytes;
     for (int32_t id = 0; id < count; id++) {
       const int64_t length = next < size ? static_cast<unsigned char>(file[next]) : 0;
@@ -99,7 +98,7 @@ class Tokenizer {
   std::vector<int32_t> encode(std::string_view text) const {
     std::vector<int32_t> ids;
     while (!text.empty()) {
-      const size_t length = split_ == PreSplit::gpt2 ? gpt2_piece(text) : cl100k_piece(text);
+      const size_t length = first_piece(text, split_);
       encode_piece(text.substr(0, length), ids);
       text.remove_prefix(length);
     }
@@ -187,8 +186,9 @@ class Tokenizer {
 };
 
 // -------------------------------------------------------------------------------------------- pre-split
-// The regular expressions of GPT-2 and cl100k, by hand. Letters and numbers are Unicode's general categories
-// L and N, white space is its property White_Space; a byte that is not valid UTF-8 counts as punctuation.
+// The regular expressions of GPT-2, cl100k and Qwen, by hand. Letters and numbers are Unicode's general
+// categories L and N, white space is its property White_Space; a byte that is not valid UTF-8 counts as
+// punctuation.
 
 enum class CharKind { letter, number, space, newline, other, none };
 
@@ -226,17 +226,19 @@ inline size_t contraction(std::string_view text, bool any_case) {
   return 0;
 }
 
-// White space: all of it at the end of the text; for cl100k up to its last line break, if it has one; else
-// all but the last character, which belongs to the word that follows, if there is more than one.
-inline size_t white_piece(std::string_view text, bool break_lines) {
+// White space: for Qwen up to its last line break, if it has one; all of it at the end of the text; for
+// cl100k up to its last line break; else all but the last character, which belongs to the word that follows,
+// if there is more than one.
+inline size_t white_piece(std::string_view text, PreSplit split) {
   size_t end = 0, last = 0, last_line = 0;
   for (Char next = char_at(text, 0); is_white(next.kind); next = char_at(text, end)) {
     last = end;
     end = next.end;
     if (next.kind == CharKind::newline) last_line = end;
   }
+  if (split == PreSplit::qwen && last_line > 0) return last_line;
   if (end == text.size()) return end;
-  if (break_lines && last_line > 0) return last_line;
+  if (split == PreSplit::cl100k && last_line > 0) return last_line;
   return last > 0 ? last : end;
 }
 
@@ -245,23 +247,29 @@ inline size_t gpt2_piece(std::string_view text) {
   if (const size_t length = contraction(text, false)) return length;
   const size_t word = text[0] == ' ' ? 1 : 0;
   const CharKind kind = char_at(text, word).kind;
-  if (kind == CharKind::none || is_white(kind)) return white_piece(text, false);
+  if (kind == CharKind::none || is_white(kind)) return white_piece(text, PreSplit::gpt2);
   return run_end(text, word, kind);
 }
 
 // '(?i:[sdmt]|ll|ve|re) |[^\r\n\p{L}\p{N}]?\p{L}+ |\p{N}{1,3} | ?[^\s\p{L}\p{N}]+[\r\n]*
 // |\s+$|\s*[\r\n]|\s+(?!\S)|\s
-inline size_t cl100k_piece(std::string_view text) {
+// Qwen's has \p{N} in the place of \p{N}{1,3}, and |\s*[\r\n]+|\s+(?!\S)|\s+ at its end.
+inline size_t cl100k_piece(std::string_view text, PreSplit split = PreSplit::cl100k) {
   if (const size_t length = contraction(text, true)) return length;
   const Char first = char_at(text, 0);
   const bool may_lead = first.kind == CharKind::space || first.kind == CharKind::other;
   const size_t word = may_lead ? first.end : 0;
   if (char_at(text, word).kind == CharKind::letter) return run_end(text, word, CharKind::letter);
-  if (first.kind == CharKind::number) return run_end(text, 0, CharKind::number, 3);
+  const int64_t digits = split == PreSplit::qwen ? 1 : 3;
+  if (first.kind == CharKind::number) return run_end(text, 0, CharKind::number, digits);
   const size_t sign = text[0] == ' ' ? 1 : 0;
   const size_t signs_end = run_end(text, sign, CharKind::other);
   if (signs_end > sign) return run_end(text, signs_end, CharKind::newline);
-  return white_piece(text, true);
+  return white_piece(text, split);
+}
+
+inline size_t first_piece(std::string_view text, PreSplit split) {
+  return split == PreSplit::gpt2 ? gpt2_piece(text) : cl100k_piece(text, split);
 }
 
 // --------------------------------------------------------------------------------------- characters' kinds

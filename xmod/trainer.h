@@ -17,6 +17,7 @@
 #include "dataloader.h"
 #include "xmod/checkpoint.h"
 #include "xmod/evaluate.h"
+#include "xmod/init_from.h"
 #include "xmod/metrics.h"
 #include "xmod/model.h"
 #include "xmod/optimizer.h"
@@ -166,6 +167,7 @@ class Trainer {
       log_ << "resuming from " << resume_from_->directory << "\n";
     } else {
       model_.initialise(static_cast<uint64_t>(o_.seed));
+      if (!o_.init_from.empty()) load_first_weights(o_.init_from, model_, log_);
       state_.loader = loader_.state();
       if (o_.resume) log_ << "no checkpoint in " << o_.out << " yet: starting from step 0\n";
     }
@@ -188,13 +190,23 @@ class Trainer {
          << std::flush;
   }
 
-  // The file beside the first training shard, if there is one; samples then print as text.
+  // The file beside the first training shard, if there is one; samples then print as text. A model that has
+  // learned other ids than those of the shards would be of no use.
   std::vector<std::pair<std::string, std::string>> read_tokenizer() {
     const std::string name = "tokenizer.bin";
     const std::string shard = loader_.shards().first_path();
     const std::string path = (std::filesystem::path(shard).parent_path() / name).string();
-    if (!path_exists(path)) return {};
+    const std::string learned = o_.init_from + "/" + name;
+    const bool has_learned = !o_.init_from.empty() && path_exists(learned);
+    if (!path_exists(path)) {
+      if (!has_learned) return {};
+      return {{name, read_file(learned)}};
+    }
     load_tokenizer(path, config_.vocab_size);  // better refused now than when text is to be generated
+    if (has_learned && read_file(learned) != read_file(path)) {
+      fail(path, ": another tokenizer than ", learned,
+           ", which the weights of --init-from were trained with; ", "make the shards with that one");
+    }
     return {{name, read_file(path)}};
   }
 
