@@ -183,6 +183,7 @@ inline cudaError_t cudaEventRecord(cudaEvent_t event, cudaStream_t stream = null
   event->recorded = true;
   event->stream = &s;
   event->capture = s.capture;
+  if (s.capture) event->captured_work = s.capture->find(&s)->work;
   return cudaSuccess;
 }
 inline cudaError_t cudaEventSynchronize(cudaEvent_t event) {
@@ -203,7 +204,7 @@ inline cudaError_t cudaEventElapsedTime(float* milliseconds, cudaEvent_t begin, 
 }
 inline cudaError_t cudaStreamWaitEvent(cudaStream_t stream, cudaEvent_t event, unsigned = 0) {
   auto& runtime = cuda_emulation::runtime();
-  if (event->capture) runtime.join_capture(runtime.stream(stream), event->capture);
+  if (event->capture) runtime.join_capture(runtime.stream(stream), *event);
   return cudaSuccess;
 }
 
