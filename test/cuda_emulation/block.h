@@ -135,7 +135,11 @@ class StaticSharedMemory {
     size_t bytes = 0;
   };
 
-  static char* here() { return reinterpret_cast<char*>(&running_block); }
+  static char* here() {
+    char* address = reinterpret_cast<char*>(&running_block);
+    asm("" : "+r"(address));  // what lies around it is ours, too
+    return address;
+  }
   static char* begin() { return here() + extent().begin; }
   static const Extent& extent() {
     static const Extent found = find();
