@@ -44,7 +44,12 @@ HOST_FLAGS = $(subst $(space),$(comma),$(strip $(MACHINE) $(OPENMP) $(WARNINGS) 
 COMPILE_CUDA = $(NVCC) -std=c++20 -ccbin $(CXX) $(GPU_CODE) -Xcompiler $(HOST_FLAGS) -I. -MMD -MP
 TRAIN_CUDA := $(if $(NVCC),$(patsubst %.cu,%cu,$(wildcard train_xmod.cu)))
 
-TESTS := $(patsubst test/%.cpp,build/%,$(wildcard test/test_*.cpp))
+# Tests that are built a second time, for the CUDA backend.
+ON_CUDA := passes passes_attention passes_experts passes_routing optimizer properties properties_routing \
+  experts reference generate
+CUDA_TESTS := $(ON_CUDA:%=build/test_cuda_%)
+
+TESTS := $(patsubst test/%.cpp,build/%,$(wildcard test/test_*.cpp)) $(CUDA_TESTS)
 
 .PHONY: all report quickstart test test-programs format clean
 
@@ -73,6 +78,9 @@ train_xmodcu: train_xmod.cu | build
 # CUDA code of tests runs on the CPU; -rdynamic: messages name kernels.
 build/test_cuda_%: EMULATION := -Itest/cuda_emulation/include -rdynamic
 
+$(CUDA_TESTS): build/test_cuda_%: test/test_%.cpp | build
+	$(COMPILE) $(TEST_CXXFLAGS) -DXMOD_TEST_CUDA $(EMULATION) $< -o $@ -lgtest -lgtest_main -pthread
+
 build/test_%: test/test_%.cpp | build
 	$(COMPILE) $(TEST_CXXFLAGS) $(EMULATION) $< -o $@ -lgtest -lgtest_main -pthread
 
@@ -92,7 +100,7 @@ quickstart:
 	@PYTHON='$(PYTHON)' scripts/quickstart.sh
 
 format:
-	clang-format -i train_xmod.cpp *.h xmod/*.h xmod/layers/*.h test/*.h test/*.cpp test/cuda_emulation/*.h \
+	clang-format -i train_xmod.cpp train_xmod.cu *.h xmod/*.h xmod/layers/*.h test/*.h test/*.cpp test/cuda_emulation/*.h \
 	  test/cuda_emulation/include/*.h
 
 clean:

@@ -45,7 +45,6 @@ namespace xmod {
 class CpuBackend : public CpuExpertPasses {
  public:
   using floatX = float;  // of activations and weights inside products
-  static constexpr const char* kName = "cpu";
 
   // threads: how many to use; 0: OpenMP's default.
   explicit CpuBackend([[maybe_unused]] int64_t threads = 0) {
@@ -60,6 +59,10 @@ class CpuBackend : public CpuExpertPasses {
 #else
     return 1;
 #endif
+  }
+
+  static std::string description() {
+    return "cpu, " + std::to_string(threads()) + " threads";
   }
 
   // ------------------------------------------------------------------------------------------------
@@ -95,6 +98,17 @@ class CpuBackend : public CpuExpertPasses {
   template <class T>
   void to_host(T* host, const T* device, int64_t n) {
     copy(host, device, n);
+  }
+
+  // ------------------------------------------------------------------------------------------------
+  // whole steps
+
+  // Runs work(), which launches the same passes with the same arguments whenever owner (a model), B, T and
+  // scale are the same: a backend may keep what it can of it for the next time. What the host computes in it
+  // may then be left out.
+  template <class Work>
+  void repeat(const void* /*owner*/, int64_t /*B*/, int64_t /*T*/, float /*scale*/, Work work) {
+    work();
   }
 
   // ------------------------------------------------------------------------------------------------

@@ -12,6 +12,7 @@
 #include <sstream>
 #include <string>
 #include <string_view>
+#include <type_traits>
 #include <utility>
 #include <vector>
 
@@ -332,12 +333,23 @@ inline int report(const std::string& message, int exit_code) {
   return exit_code;
 }
 
-// main: every error a user can cause ends in one line and the exit status.
-template <class Backend>
+// main: every error a user can cause ends in one line and the exit status. Bf16Backend trains under
+// --precision bf16; void: there is none.
+template <class Backend, class Bf16Backend = void>
 int run_commands(int argc, char** argv) {
   std::signal(SIGXFSZ, SIG_IGN);  // a file at its size limit is an error of write(), not the end
   try {
-    run_command<Backend>(parse_options(argc, argv));
+    constexpr bool kHasBf16 = !std::is_void_v<Bf16Backend>;
+    const Options options = parse_options(argc, argv, kHasBf16);
+    if constexpr (kHasBf16) {
+      if (options.train.precision == Precision::bf16) {
+        run_command<Bf16Backend>(options);
+      } else {
+        run_command<Backend>(options);
+      }
+    } else {
+      run_command<Backend>(options);
+    }
     std::cout << std::flush;
     if (!std::cout) fail("cannot write to the standard output; is the disk full?");
     return 0;

@@ -262,7 +262,8 @@ inline std::vector<Flag> train_machine_flags() {
                  "seed of the first weights and of the order of the data"),
       value_flag("threads", "N", part, &O::threads, between(0, 4096),
                  "threads to compute with; 0: all processors"),
-      value_flag("precision", "NAME", part, &O::precision, {}, "number format of the matrix products: fp32"),
+      value_flag("precision", "NAME", part, &O::precision, {},
+                 "number format of activations and products: fp32; on a GPU also bf16"),
   };
 }
 

@@ -130,12 +130,12 @@ class Trainer {
   }
 
   // Says what is going to be trained, on what, and in how much memory.
-  void announce(Backend&) {
+  void announce(Backend& backend) {
     const Accounting a = account(config_);
     log_ << detail::title(config_) << ": " << a.layers << " layers (" << a.dense_layers << " dense, "
          << a.sparse_layers << " sparse), " << detail::rounded(static_cast<double>(a.params_total))
-         << " parameters, " << detail::scientific(a.flops_per_token) << " FLOPs per token; " << Backend::kName
-         << ", " << Backend::threads() << " threads\n";
+         << " parameters, " << detail::scientific(a.flops_per_token) << " FLOPs per token; "
+         << backend.description() << "\n";
     log_ << "  " << abbreviated_pattern(config_, make_layer_plan(config_)) << "\n";
     announce_data("training", loader_.shards(), loader_.shards().num_sequences());
     if (validation_) announce_data("validation", validation_->shards(), validation_->num_sequences());
