@@ -84,7 +84,8 @@ class CudaGraph {
     cudaGetLastError();  // it is dealt with
     drop();
     refused_ = true;
-    std::fprintf(stderr, "no CUDA graph: %s; training goes on without\n", failure.c_str());
+    if (!told_) std::fprintf(stderr, "no CUDA graph: %s; training goes on without\n", failure.c_str());
+    told_ = true;
   }
 
   void drop() {
@@ -99,6 +100,7 @@ class CudaGraph {
   cudaGraphExec_t graph_ = nullptr;
   int64_t nodes_ = 0;
   bool refused_ = false;  // the work of this key
+  bool told_ = false;
   bool capturing_ = false;
 };
 
