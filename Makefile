@@ -1,6 +1,8 @@
 # make             build ./train_xmod, the CPU trainer, and, where nvcc is, ./train_xmodcu for GPUs; say what was found
 # make quickstart  install what is missing, build, train a small model on this repository's text, show a sample
 # make test        install what the tests need, build and run all of them
+# make bench      measure each pass and the whole training step beside what this machine can do (some minutes);
+#                 BENCH='--size tiny' or other options: BENCH=--help lists them
 # make format      format the C++ sources
 # make clean       remove what was built (quickstart/ holds a trained model: it stays)
 #
@@ -44,14 +46,15 @@ HOST_FLAGS = $(subst $(space),$(comma),$(strip $(MACHINE) $(OPENMP) $(WARNINGS) 
 COMPILE_CUDA = $(NVCC) -std=c++20 -ccbin $(CXX) $(GPU_CODE) -Xcompiler $(HOST_FLAGS) -I. -MMD -MP
 TRAIN_CUDA := $(if $(NVCC),$(patsubst %.cu,%cu,$(wildcard train_xmod.cu)))
 
+FORMATTED := $(wildcard *.cpp *.cu *.h bench/*.cpp bench/*.h xmod/*.cpp xmod/*.h xmod/layers/*.h test/*.cpp test/*.h \
+  test/cuda_emulation/*.h test/cuda_emulation/include/*.h)
 # Tests that are built a second time, for the CUDA backend.
 ON_CUDA := passes passes_attention passes_experts passes_routing optimizer properties properties_routing \
   experts reference generate
 CUDA_TESTS := $(ON_CUDA:%=build/test_cuda_%)
-
 TESTS := $(patsubst test/%.cpp,build/%,$(wildcard test/test_*.cpp)) $(CUDA_TESTS)
 
-.PHONY: all report quickstart test test-programs format clean
+.PHONY: all report quickstart test test-programs bench format format-check clean
 
 all: report train_xmod $(TRAIN_CUDA)
 
@@ -64,13 +67,17 @@ report:
 build:
 	@mkdir -p build
 
-train_xmod: train_xmod.cpp | build
+train_xmod: train_xmod.cpp build/cpu_matmul.o | build
 	@printf '#include <nlohmann/json.hpp>\n' | $(CXX) -std=c++20 -x c++ -fsyntax-only - 2>/dev/null || \
 	  { echo 'error: nlohmann/json not found: run scripts/install_deps.sh build' >&2; exit 1; }
 	@printf 'typedef int v __attribute__((vector_size(16)));\nv f(v a) { return __builtin_shufflevector(a, a, 1, 0, 3, 2); }\n' | \
 	  $(CXX) -std=c++20 -x c++ -fsyntax-only - 2>/dev/null || \
 	  { echo 'error: $(CXX) is too old: g++ 12 or clang++ 12 is needed, for example make CXX=g++-12' >&2; exit 1; }
-	$(COMPILE) $(CXXFLAGS) -MF build/train_xmod.d $< -o $@
+	$(COMPILE) $(CXXFLAGS) -MF build/train_xmod.d $< $(filter %.o,$^) -o $@
+
+# On its own, so that tests do not compile it again and again, and never without optimisation.
+build/cpu_matmul.o: xmod/cpu_matmul.cpp | build
+	$(COMPILE) $(CXXFLAGS) -c $< -o $@
 
 train_xmodcu: train_xmod.cu | build
 	$(COMPILE_CUDA) $(CXXFLAGS) -MF build/train_xmodcu.d $< -o $@ -lcublas
@@ -78,11 +85,14 @@ train_xmodcu: train_xmod.cu | build
 # CUDA code of tests runs on the CPU; -rdynamic: messages name kernels.
 build/test_cuda_%: EMULATION := -Itest/cuda_emulation/include -rdynamic
 
-$(CUDA_TESTS): build/test_cuda_%: test/test_%.cpp | build
-	$(COMPILE) $(TEST_CXXFLAGS) -DXMOD_TEST_CUDA $(EMULATION) $< -o $@ -lgtest -lgtest_main -pthread
+$(CUDA_TESTS): build/test_cuda_%: test/test_%.cpp build/cpu_matmul.o | build
+	$(COMPILE) $(TEST_CXXFLAGS) -DXMOD_TEST_CUDA $(EMULATION) $< $(filter %.o,$^) -o $@ -lgtest -lgtest_main -pthread
 
-build/test_%: test/test_%.cpp | build
-	$(COMPILE) $(TEST_CXXFLAGS) $(EMULATION) $< -o $@ -lgtest -lgtest_main -pthread
+build/test_%: test/test_%.cpp build/cpu_matmul.o | build
+	$(COMPILE) $(TEST_CXXFLAGS) $(EMULATION) $< $(filter %.o,$^) -o $@ -lgtest -lgtest_main -pthread
+
+build/bench_xmod: bench/bench_xmod.cpp build/cpu_matmul.o | build
+	$(COMPILE) $(CXXFLAGS) $< $(filter %.o,$^) -o $@ -ldl
 
 -include $(wildcard build/*.d)
 
@@ -94,14 +104,19 @@ test:
 	@$(MAKE) --no-print-directory -j2 train_xmod test-programs
 	@$(PYTHON) scripts/run_tests.py
 
+bench: build/bench_xmod
+	@build/bench_xmod $(BENCH)
+
 quickstart:
 	@scripts/install_deps.sh build plot
 	@$(MAKE) --no-print-directory all
 	@PYTHON='$(PYTHON)' scripts/quickstart.sh
 
 format:
-	clang-format -i train_xmod.cpp train_xmod.cu *.h xmod/*.h xmod/layers/*.h test/*.h test/*.cpp test/cuda_emulation/*.h \
-	  test/cuda_emulation/include/*.h
+	clang-format -i $(FORMATTED)
+
+format-check:
+	clang-format --dry-run --Werror $(FORMATTED)
 
 clean:
 	rm -rf build train_xmod train_xmodcu

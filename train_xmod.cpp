@@ -9,22 +9,15 @@
 //
 // Every sum runs in an order that depends on the shapes alone, so results are the same bit for bit whatever
 // the number of threads.
-#ifdef __linux__
-#include <sys/auxv.h>
-#endif
 #include <unistd.h>
 
 #include <algorithm>
 #include <cmath>
 #include <cstdint>
-#include <cstdlib>
 #include <cstring>
-#include <filesystem>
 #include <functional>
 #include <limits>
 #include <new>
-#include <string>
-#include <system_error>
 #include <vector>
 
 #ifdef _OPENMP
@@ -46,11 +39,18 @@ class CpuBackend : public CpuExpertPasses {
  public:
   using floatX = float;  // of activations and weights inside products
 
-  // threads: how many to use; 0: OpenMP's default.
-  explicit CpuBackend([[maybe_unused]] int64_t threads = 0) {
+  explicit CpuBackend(const MachineOptions& machine = {})
+      : matmul_scratch_(choose_matmul_kernel(machine.precision, machine.instructions)) {
 #ifdef _OPENMP
-    if (threads > 0) omp_set_num_threads(static_cast<int>(threads));
+    if (machine.threads > 0) omp_set_num_threads(static_cast<int>(machine.threads));
 #endif
+  }
+
+  // For the log.
+  std::string description() const {
+    const MatmulKernel& kernel = matmul_scratch_.kernel();
+    return "cpu, " + std::to_string(threads()) + " threads, " + precision_name(kernel.precision) +
+           " products on " + kernel.name;
   }
 
   static int threads() {
@@ -511,7 +511,8 @@ class CpuBackend : public CpuExpertPasses {
                        const float* inp,     // (n, C)
                        const float* weight,  // (OC, C)
                        int64_t n, int64_t C, int64_t OC) {
-    matmul_gradients(dinp, dweight, dout, inp, weight, n, C, OC, {.accumulate = false});
+    matmul_dinp(dinp, dout, weight, n, C, OC, {.accumulate = false});
+    matmul_dweight(dweight, dout, inp, n, C, OC);
   }
 
   // The same, added to dinp.
@@ -521,7 +522,23 @@ class CpuBackend : public CpuExpertPasses {
                            const float* inp,     // (n, C)
                            const float* weight,  // (OC, C)
                            int64_t n, int64_t C, int64_t OC) {
-    matmul_gradients(dinp, dweight, dout, inp, weight, n, C, OC, {.accumulate = true});
+    matmul_dinp(dinp, dout, weight, n, C, OC, {.accumulate = true});
+    matmul_dweight(dweight, dout, inp, n, C, OC);
+  }
+
+  // The two products that they are.
+  void matmul_dinp(float* dinp,          // (n, C)
+                   const float* dout,    // (n, OC)
+                   const float* weight,  // (OC, C)
+                   int64_t n, int64_t C, int64_t OC, const MatmulUpdate& update) {
+    matmul(dinp, C, stored(dout, OC), stored(weight, C), n, C, OC, matmul_scratch_, update);
+  }
+
+  void matmul_dweight(float* dweight,     // (OC, C) added to
+                      const float* dout,  // (n, OC)
+                      const float* inp,   // (n, C)
+                      int64_t n, int64_t C, int64_t OC) {
+    matmul(dweight, C, transposed(dout, OC), stored(inp, C), OC, C, n, matmul_scratch_, {.accumulate = true});
   }
 
   // ------------------------------------------------------------------------------------------------
@@ -765,12 +782,6 @@ class CpuBackend : public CpuExpertPasses {
 #endif
   }
 
-  void matmul_gradients(float* dinp, float* dweight, const float* dout, const float* inp, const float* weight,
-                        int64_t n, int64_t C, int64_t OC, const MatmulUpdate& update_dinp) {
-    matmul(dinp, C, stored(dout, OC), stored(weight, C), n, C, OC, matmul_scratch_, update_dinp);
-    matmul(dweight, C, transposed(dout, OC), stored(inp, C), OC, C, n, matmul_scratch_, {.accumulate = true});
-  }
-
   // --- Muon ---
 
   struct MuonScratch {
@@ -838,25 +849,10 @@ class CpuBackend : public CpuExpertPasses {
 
 #ifndef TESTING
 #include "xmod/commands.h"
-
-// GNU's OpenMP threads spin while they wait for each other. On a machine with other work to do they so keep
-// the processor from the very thread they wait for, and a run gets ten times slower. A short spin costs an
-// idle machine little, but the library reads its settings before main: set them and start once more.
-static void spin_briefly([[maybe_unused]] char** argv) {
-#if defined(_OPENMP) && defined(__linux__)
-  if (std::getenv("OMP_WAIT_POLICY") || std::getenv("GOMP_SPINCOUNT")) return;
-  setenv("GOMP_SPINCOUNT", "10000", 1);
-  // The program's own name; another one when it runs inside a loader or an emulator, and then all goes on as
-  // it was, as it does where execv fails.
-  std::error_code error;
-  const std::string program = std::filesystem::read_symlink("/proc/self/exe", error).string();
-  const char* started = reinterpret_cast<const char*>(getauxval(AT_EXECFN));
-  if (!error && started && std::filesystem::equivalent(program, started, error)) execv(program.c_str(), argv);
-#endif
-}
+#include "xmod/spin_briefly.h"
 
 int main(int argc, char** argv) {
-  spin_briefly(argv);
+  xmod::spin_briefly(argv);
   return xmod::run_commands<xmod::CpuBackend>(argc, argv);
 }
 #endif

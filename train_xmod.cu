@@ -27,6 +27,7 @@
 #include "xmod/cuda_rows.h"
 #include "xmod/model.h"
 #include "xmod/optimizer.h"
+#include "xmod/options.h"
 
 namespace xmod {
 
@@ -36,7 +37,7 @@ class CudaBackend {
   using floatX = Element;
   static constexpr bool kMixed = !std::is_same_v<floatX, float>;
 
-  explicit CudaBackend(int64_t /*threads*/ = 0) : matmul_(stream_.get()) {
+  explicit CudaBackend(const MachineOptions& = {}) : matmul_(stream_.get()) {
     zero(counters_.reserve(SumScratch::kCounters), SumScratch::kCounters);
     sum_.reserve(1);
     partial_sums_.reserve(kMostSumBlocks);

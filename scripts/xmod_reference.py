@@ -219,6 +219,13 @@ def at_least_fp32(x):
     return x.to(torch.promote_types(x.dtype, torch.float32))
 
 
+def scores(x, weight):
+    """x W^T in fp32 at least, also under autocast: routers decide in full precision."""
+    with torch.autocast(x.device.type, enabled=False):
+        x = at_least_fp32(x)
+        return x @ weight.to(x.dtype).T
+
+
 @dataclass
 class Choice:
     """What an FFN with experts decided in its last pass, n = B * T."""
@@ -236,8 +243,7 @@ class ExpertRouter(nn.Module):
         self.weight = nn.Parameter(torch.empty(config.experts, config.hidden_size))
 
     def forward(self, x):
-        x = at_least_fp32(x)
-        return x @ self.weight.to(x.dtype).T
+        return scores(x, self.weight)
 
 
 class MoE(nn.Module):
@@ -338,8 +344,7 @@ class Router(nn.Module):
         self.register_buffer("threshold", torch.zeros(1))
 
     def forward(self, x):
-        x = at_least_fp32(x)
-        return (rmsnorm(x, self.eps) @ self.weight.to(x.dtype).T).squeeze(-1)  # (B, T)
+        return scores(rmsnorm(at_least_fp32(x), self.eps), self.weight).squeeze(-1)  # (B, T)
 
 
 @dataclass

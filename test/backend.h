@@ -218,10 +218,10 @@ void expect_same_bits_for_any_threads(Run run) {
 #else
   const int before = TestBackend::threads();
   for (int threads : {1, 2, 3, 2}) {
-    TestBackend be(threads);
+    TestBackend be({.threads = threads});
     check(be, std::to_string(threads) + " threads against 1");
   }
-  TestBackend restored(before);
+  TestBackend restored({.threads = before});
 #endif
 }
 

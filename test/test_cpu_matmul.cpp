@@ -1,17 +1,93 @@
 // The matrix product against a plain one in double precision, and the promises it makes about bits: no
 // dependence on threads, on other rows or on the place of a row, nothing skipped, nothing written beside C.
+// For every set of instructions that runs here, and for AMX on tiles in plain C++.
 #include "xmod/cpu_matmul.h"
 
 #include <gtest/gtest.h>
 
+#include <algorithm>
+#include <bit>
 #include <cmath>
+#include <cstring>
 #include <limits>
 #include <random>
 #include <string>
+#include <utility>
 #include <vector>
+
+#ifdef _OPENMP
+#include <omp.h>
+#endif
+
+#include "xmod/cpu_instructions.h"
+#include "xmod/cpu_matmul_blocks.h"
+#include "xmod/error.h"
+
+#pragma GCC diagnostic ignored "-Wpsabi"
+
+namespace xmod::detail::emulated {
+#include "xmod/cpu_matmul_kernels.h"
+// behind it
+#include "xmod/cpu_matmul_amx.h"
+
+// The tile instructions of AMX in plain C++.
+struct EmulatedTiles {
+  inline static thread_local uint32_t tile[8][16][16];  // rows of 16 fp32 sums, or of 16 pairs of bf16
+
+  static void configure() {}
+  static void release() {}
+  template <int Tile>
+  static void zero() {
+    std::memset(tile[Tile], 0, sizeof tile[Tile]);
+  }
+  template <int Tile>
+  static void load(const void* from, int64_t stride) {
+    for (int64_t row = 0; row < 16; row++)
+      std::memcpy(tile[Tile][row], static_cast<const char*>(from) + row * stride, 64);
+  }
+  template <int Tile>
+  static void store(void* to, int64_t stride) {
+    for (int64_t row = 0; row < 16; row++)
+      std::memcpy(static_cast<char*>(to) + row * stride, tile[Tile][row], 64);
+  }
+  static float low(uint32_t pair) { return std::bit_cast<float>(pair << 16); }
+  static float high(uint32_t pair) { return std::bit_cast<float>(pair & 0xffff0000u); }
+  template <int C, int A, int B>
+  static void multiply_add() {
+    for (int m = 0; m < 16; m++) {
+      for (int n = 0; n < 16; n++) {
+        float sum = std::bit_cast<float>(tile[C][m][n]);
+        for (int k = 0; k < 16; k++) {
+          sum += low(tile[A][m][k]) * low(tile[B][k][n]);
+          sum += high(tile[A][m][k]) * high(tile[B][k][n]);
+        }
+        tile[C][m][n] = std::bit_cast<uint32_t>(sum);
+      }
+    }
+  }
+};
+
+const MatmulKernel kAmx = kernel_of<AmxTile<EmulatedTiles>>("amx emulated", always, always);
+}  // namespace xmod::detail::emulated
 
 namespace xmod {
 namespace {
+
+std::vector<const MatmulKernel*> kernels_to_test() {
+  std::vector<const MatmulKernel*> kernels = {&detail::emulated::kAmx};
+  for (const MatmulKernel& kernel : matmul_kernels()) {
+    if (kernel.runs_by_name()) kernels.push_back(&kernel);
+  }
+  return kernels;
+}
+
+std::string kernel_name(const ::testing::TestParamInfo<const MatmulKernel*>& info) {
+  std::string name =
+      info.param->name + std::string(info.param->precision == Precision::fp32 ? "_fp32" : "_bf16");
+  std::replace_if(
+      name.begin(), name.end(), [](char c) { return c == '-' || c == ' '; }, '_');
+  return name;
+}
 
 constexpr float kNan = std::numeric_limits<float>::quiet_NaN();
 constexpr float kInf = std::numeric_limits<float>::infinity();
@@ -19,7 +95,7 @@ constexpr float kSentinel = 12345.0f;
 
 // Beside the edges of tiles: more rows than a block of A or two, wider than a panel or two, deeper than a
 // block of the reduction or two.
-const std::vector<int64_t> kRows = {1, 2, 7, 8, 9, 65, 135};
+const std::vector<int64_t> kRows = {1, 2, 11, 12, 13, 33, 65, 135};
 const std::vector<int64_t> kCols = {1, 3, 16, 17, 47, 49, 97, 150};
 const std::vector<int64_t> kDepths = {1, 2, 15, 33, 300, 513, 1100};
 
@@ -82,20 +158,41 @@ struct Guarded {
   }
 };
 
-std::vector<float> multiply(const Matrix& a, const Matrix& b) {
-  std::vector<float> c(a.rows * b.cols, kNan);
-  MatmulScratch scratch;
-  matmul(c.data(), b.cols, a.operand(), b.operand(), a.rows, b.cols, a.cols, scratch);
-  return c;
-}
-
 // Bitwise, NaN included.
 void expect_same_bits(const float* x, const float* y, int64_t count, const std::string& what) {
   EXPECT_EQ(std::memcmp(x, y, count * sizeof(float)), 0) << what;
 }
 
-void check_against_double(int64_t M, int64_t N, int64_t K, bool a_transposed, bool b_transposed, float alpha,
-                          bool accumulate, MatmulScratch& scratch) {
+// The nearest bf16 number, ties to even.
+double to_bf16(float value) {
+  const double spacing = std::ldexp(1.0, value == 0 ? 0 : std::ilogb(value) - 7);
+  return std::nearbyint(double(value) / spacing) * spacing;
+}
+
+class CpuMatmul : public ::testing::TestWithParam<const MatmulKernel*> {
+ protected:
+  MatmulScratch new_scratch() const { return MatmulScratch(*GetParam()); }
+
+  // A factor as the kernel sees it.
+  double factor(float value) const {
+    return GetParam()->precision == Precision::bf16 ? to_bf16(value) : value;
+  }
+
+  std::vector<float> multiply(const Matrix& a, const Matrix& b) const {
+    std::vector<float> c(a.rows * b.cols, kNan);
+    MatmulScratch scratch = new_scratch();
+    matmul(c.data(), b.cols, a.operand(), b.operand(), a.rows, b.cols, a.cols, scratch);
+    return c;
+  }
+
+  void check_against_double(int64_t M, int64_t N, int64_t K, bool a_transposed, bool b_transposed,
+                            float alpha, bool accumulate, MatmulScratch& scratch) const;
+};
+
+INSTANTIATE_TEST_SUITE_P(Kernels, CpuMatmul, ::testing::ValuesIn(kernels_to_test()), kernel_name);
+
+void CpuMatmul::check_against_double(int64_t M, int64_t N, int64_t K, bool a_transposed, bool b_transposed,
+                                     float alpha, bool accumulate, MatmulScratch& scratch) const {
   const std::string where = "M " + std::to_string(M) + " N " + std::to_string(N) + " K " + std::to_string(K) +
                             (a_transposed ? " A^T" : " A") + (b_transposed ? " B^T" : " B") + " alpha " +
                             std::to_string(alpha) + (accumulate ? " accumulate" : "");
@@ -103,23 +200,30 @@ void check_against_double(int64_t M, int64_t N, int64_t K, bool a_transposed, bo
   const std::vector<float> before = accumulate ? random_values(M * N, 3) : std::vector<float>(M * N, kNan);
   Guarded c(M, N, K % 5, before);
   matmul(c.c(), c.stride, a.operand(), b.operand(), M, N, K, scratch, {alpha, accumulate});
+  std::vector<double> row_of_b(N);
+  std::vector<double> sums(M * N), magnitudes(M * N);
+  for (int64_t k = 0; k < K; k++) {
+    for (int64_t j = 0; j < N; j++) row_of_b[j] = factor(alpha * b.at(k, j));
+    for (int64_t i = 0; i < M; i++) {
+      const double a_ik = factor(a.at(i, k));
+      for (int64_t j = 0; j < N; j++) {
+        sums[i * N + j] += a_ik * row_of_b[j];
+        magnitudes[i * N + j] += std::abs(a_ik * row_of_b[j]);
+      }
+    }
+  }
   for (int64_t i = 0; i < M; i++) {
     for (int64_t j = 0; j < N; j++) {
-      double sum = 0, magnitude = 0;
-      for (int64_t k = 0; k < K; k++) {
-        sum += double(a.at(i, k)) * b.at(k, j);
-        magnitude += std::abs(double(a.at(i, k)) * b.at(k, j));
-      }
       const double start = accumulate ? before[i * N + j] : 0.0;
-      const double bound = 1e-6 * (std::abs(alpha) * magnitude + std::abs(start));
-      ASSERT_NEAR(c.at(i, j), start + alpha * sum, bound) << where << " at " << i << ", " << j;
+      const double bound = 1e-6 * (magnitudes[i * N + j] + std::abs(start));
+      ASSERT_NEAR(c.at(i, j), start + sums[i * N + j], bound) << where << " at " << i << ", " << j;
     }
   }
   c.expect_untouched_outside(where);
 }
 
-TEST(CpuMatmul, EqualsADoubleProductInEveryLayoutAndShape) {
-  MatmulScratch scratch;  // one for all: it must not remember earlier shapes
+TEST_P(CpuMatmul, EqualsADoubleProductInEveryLayoutAndShape) {
+  MatmulScratch scratch = new_scratch();  // one for all: it must not remember earlier shapes
   int64_t turn = 0;
   for (int64_t M : kRows) {
     for (int64_t N : kCols) {
@@ -140,14 +244,14 @@ TEST(CpuMatmul, EqualsADoubleProductInEveryLayoutAndShape) {
 }
 
 // More columns than two slabs of packed B hold.
-TEST(CpuMatmul, EqualsADoubleProductWhereBIsPackedInSeveralSlabs) {
-  MatmulScratch scratch;
+TEST_P(CpuMatmul, EqualsADoubleProductWhereBIsPackedInSeveralSlabs) {
+  MatmulScratch scratch = new_scratch();
   for (int layout = 0; layout < 4; layout++) {
     check_against_double(5, 1601, 600, layout & 1, layout & 2, 1.0f, layout & 2, scratch);
   }
 }
 
-TEST(CpuMatmul, ReadsOperandsOfAnyStrides) {
+TEST_P(CpuMatmul, ReadsOperandsOfAnyStrides) {
   const Matrix wide_a(19, 3 * 40, false, 0, 1), wide_b(40, 2 * 50, false, 0, 2);
   Matrix a(19, 40, false, 0, 1), b(40, 50, false, 0, 2);
   for (int64_t i = 0; i < 19; i++) {
@@ -157,13 +261,13 @@ TEST(CpuMatmul, ReadsOperandsOfAnyStrides) {
     for (int64_t j = 0; j < 50; j++) b.at(k, j) = wide_b.at(k, 2 * j);
   }
   std::vector<float> c(19 * 50, kNan);
-  MatmulScratch scratch;
+  MatmulScratch scratch = new_scratch();
   matmul(c.data(), 50, {wide_a.data.data(), wide_a.stride, 3}, {wide_b.data.data(), wide_b.stride, 2}, 19, 50,
          40, scratch);
   expect_same_bits(c.data(), multiply(a, b).data(), 19 * 50, "every third and every second column");
 }
 
-TEST(CpuMatmul, LayoutDoesNotChangeABit) {
+TEST_P(CpuMatmul, LayoutDoesNotChangeABit) {
   const Matrix a(45, 700, false, 3, 1), b(700, 130, false, 5, 2);
   const Matrix at(45, 700, true, 1, 1), bt(700, 130, true, 2, 2);
   const std::vector<float> expected = multiply(a, b);
@@ -173,9 +277,9 @@ TEST(CpuMatmul, LayoutDoesNotChangeABit) {
 }
 
 // K = 1 routing must equal a dense layer, and a batch its rows: a row's result is its own.
-TEST(CpuMatmul, ARowDoesNotDependOnOtherRowsNorOnItsPlace) {
+TEST_P(CpuMatmul, ARowDoesNotDependOnOtherRowsNorOnItsPlace) {
   const int64_t M = 261, K = 600;
-  MatmulScratch scratch;
+  MatmulScratch scratch = new_scratch();
   for (const MatmulUpdate& update : {MatmulUpdate{}, MatmulUpdate{0.3f, true}}) {
     for (bool a_transposed : {false, true}) {
       for (int64_t N : {16, 47, 130}) {
@@ -197,7 +301,7 @@ TEST(CpuMatmul, ARowDoesNotDependOnOtherRowsNorOnItsPlace) {
   }
 }
 
-TEST(CpuMatmul, NanAndInfinityReachExactlyTheirRowAndColumn) {
+TEST_P(CpuMatmul, NanAndInfinityReachExactlyTheirRowAndColumn) {
   const int64_t M = 21, N = 53, K = 770;
   for (int layout = 0; layout < 4; layout++) {
     Matrix a(M, K, layout & 1, 2, 1), b(K, N, layout & 2, 2, 2);
@@ -220,17 +324,17 @@ TEST(CpuMatmul, NanAndInfinityReachExactlyTheirRowAndColumn) {
   for (int64_t j = 0; j < N; j++) EXPECT_EQ(c[3 * N + j], -kInf);
 }
 
-TEST(CpuMatmul, AccumulatingKeepsANanThatWasThere) {
+TEST_P(CpuMatmul, AccumulatingKeepsANanThatWasThere) {
   const Matrix a(9, 20, false, 0, 1), b(20, 33, false, 0, 2);
   std::vector<float> c(9 * 33, 0.0f);
   c[8 * 33 + 32] = kNan;
-  MatmulScratch scratch;
+  MatmulScratch scratch = new_scratch();
   matmul(c.data(), 33, a.operand(), b.operand(), 9, 33, 20, scratch, {.accumulate = true});
   for (int64_t i = 0; i < 9 * 33; i++) EXPECT_EQ(std::isnan(c[i]), i == 8 * 33 + 32) << i;
 }
 
-TEST(CpuMatmul, AnEmptyReductionGivesZeroOrLeavesCAsItWas) {
-  MatmulScratch scratch;
+TEST_P(CpuMatmul, AnEmptyReductionGivesZeroOrLeavesCAsItWas) {
+  MatmulScratch scratch = new_scratch();
   Guarded overwritten(3, 5, 2, std::vector<float>(15, kNan));
   matmul(overwritten.c(), 7, stored(nullptr, 0), stored(nullptr, 5), 3, 5, 0, scratch);
   Guarded kept(3, 5, 2, std::vector<float>(15, 4.0f));
@@ -256,7 +360,7 @@ class Threads {
   int before_;
 };
 
-TEST(CpuMatmul, TheNumberOfThreadsDoesNotChangeABit) {
+TEST_P(CpuMatmul, TheNumberOfThreadsDoesNotChangeABit) {
   struct Shape {
     int64_t M, N, K;
   };
@@ -268,7 +372,7 @@ TEST(CpuMatmul, TheNumberOfThreadsDoesNotChangeABit) {
       for (int threads : {1, 2, 3, 16}) {
         Threads scope(threads);
         std::vector<float> c = before;
-        MatmulScratch scratch;
+        MatmulScratch scratch = new_scratch();
         matmul(c.data(), s.N, a.operand(), b.operand(), s.M, s.N, s.K, scratch, {0.3f, true});
         if (threads == 1) one = c;
         expect_same_bits(c.data(), one.data(), s.M * s.N, std::to_string(threads) + " threads");
@@ -278,7 +382,7 @@ TEST(CpuMatmul, TheNumberOfThreadsDoesNotChangeABit) {
 }
 
 // The optimizer multiplies many small matrices at a time, one a thread.
-TEST(CpuMatmul, RunsSeriallyInsideAParallelRegion) {
+TEST_P(CpuMatmul, RunsSeriallyInsideAParallelRegion) {
   const int64_t M = 128, N = 128, K = 384, count = 6;
   std::vector<std::vector<float>> results(count, std::vector<float>(M * N, kNan));
   const Matrix a(M, K, true, 0, 1), b(K, N, true, 0, 2);
@@ -286,7 +390,7 @@ TEST(CpuMatmul, RunsSeriallyInsideAParallelRegion) {
   Threads scope(3);
 #pragma omp parallel
   {
-    MatmulScratch scratch;
+    MatmulScratch scratch = new_scratch();
 #pragma omp for
     for (int64_t i = 0; i < count; i++) {
       matmul(results[i].data(), N, a.operand(), b.operand(), M, N, K, scratch);
@@ -295,6 +399,52 @@ TEST(CpuMatmul, RunsSeriallyInsideAParallelRegion) {
   for (const std::vector<float>& c : results) expect_same_bits(c.data(), expected.data(), M * N, "nested");
 }
 #endif
+
+TEST(MatmulKernels, Avx2AndAvx512GiveTheSameBits) {
+  std::vector<const MatmulKernel*> both;
+  for (const MatmulKernel& kernel : matmul_kernels()) {
+    if (std::string(kernel.name).starts_with("avx") && kernel.precision == Precision::fp32 &&
+        kernel.runs_here())
+      both.push_back(&kernel);
+  }
+  if (both.size() < 2) GTEST_SKIP() << "this processor has but one of them";
+  const Matrix a(45, 700, false, 3, 1), b(700, 130, true, 5, 2);
+  std::vector<std::vector<float>> results;
+  for (const MatmulKernel* kernel : both) {
+    MatmulScratch scratch(*kernel);
+    results.emplace_back(45 * 130);
+    matmul(results.back().data(), 130, a.operand(), b.operand(), 45, 130, 700, scratch);
+  }
+  expect_same_bits(results[0].data(), results[1].data(), 45 * 130, "avx512 against avx2");
+}
+
+TEST(MatmulKernels, TheChoiceIsTheFastestThatRunsHereAndNeverASlowOne) {
+  const MatmulKernel& fp32 = choose_matmul_kernel(Precision::fp32);
+  EXPECT_EQ(fp32.precision, Precision::fp32);
+  EXPECT_TRUE(fp32.runs_here());
+  for (const MatmulKernel& kernel : matmul_kernels()) {
+    if (&kernel == &fp32) break;
+    EXPECT_TRUE(kernel.precision != Precision::fp32 || !kernel.runs_here()) << kernel.name << " comes first";
+  }
+  try {
+    EXPECT_FALSE(choose_matmul_kernel(Precision::bf16).slow);
+  } catch (const Error& error) {
+    EXPECT_NE(std::string(error.what()).find("--precision fp32"), std::string::npos) << error.what();
+  }
+}
+
+TEST(MatmulKernels, ANameThatThePrecisionLacksIsAUsageError) {
+  for (const auto& [precision, name] :
+       {std::pair{Precision::bf16, "avx2"}, std::pair{Precision::fp32, "sse"}}) {
+    try {
+      choose_matmul_kernel(precision, name);
+      ADD_FAILURE() << name << " was found";
+    } catch (const Error& error) {
+      EXPECT_EQ(error.exit_code, 2);
+      EXPECT_NE(std::string(error.what()).find("portable"), std::string::npos) << error.what();
+    }
+  }
+}
 
 }  // namespace
 }  // namespace xmod

@@ -108,20 +108,20 @@ TEST(Defaults, AreTheStructs) {
   EXPECT_EQ(o.train.keep_checkpoints, 2);
   EXPECT_FALSE(o.train.resume);
   EXPECT_EQ(o.train.seed, 42);
-  EXPECT_EQ(o.train.threads, 0);
-  EXPECT_EQ(o.train.precision, Precision::fp32);
+  EXPECT_EQ(o.machine.threads, 0);
+  EXPECT_EQ(o.machine.precision, Precision::fp32);
   EXPECT_EQ(describe_difference(o.model, ModelConfig{}), "") << "the tiny preset";
   EXPECT_FALSE(o.help);
 }
 
 TEST(Values, EveryTrainFlag) {
-  const TrainOptions t =
+  const Options o =
       parse(words("--train-data a --val-data b --out=c --batch-size 3 --grad-accum 4 --compute 2e13 "
                   "--optimizer adamw --lr 0.5 --adamw-lr 0 --weight-decay 0 --warmup-steps 0 "
                   "--lr-schedule wsd --final-lr-fraction 1 --grad-clip 0 --eval-interval 0 "
                   "--eval-batches 7 --checkpoint-interval 8 --keep-checkpoints 9 --resume --seed 10 "
-                  "--threads 2 --precision fp32"))
-          .train;
+                  "--threads 2 --precision bf16 --instructions amx"));
+  const TrainOptions& t = o.train;
   EXPECT_EQ(t.train_data, "a");
   EXPECT_EQ(t.val_data, "b");
   EXPECT_EQ(t.out, "c");
@@ -143,7 +143,9 @@ TEST(Values, EveryTrainFlag) {
   EXPECT_EQ(t.keep_checkpoints, 9);
   EXPECT_TRUE(t.resume);
   EXPECT_EQ(t.seed, 10);
-  EXPECT_EQ(t.threads, 2);
+  EXPECT_EQ(o.machine.threads, 2);
+  EXPECT_EQ(o.machine.precision, Precision::bf16);
+  EXPECT_EQ(o.machine.instructions, "amx");
 }
 
 TEST(Values, EveryModelFlag) {
@@ -195,20 +197,20 @@ TEST(Values, EveryFlagOfTheOtherCommands) {
   EXPECT_EQ(plan.batch_size, 1);
   EXPECT_TRUE(plan.json);
 
-  const EvalOptions eval =
-      parse(words("eval --checkpoint c --val-data v --batch-size 2 --eval-batches 3 --json --threads 4"))
-          .eval;
+  const Options of_eval =
+      parse(words("eval --checkpoint c --val-data v --batch-size 2 --eval-batches 3 --json --threads 4"));
+  const EvalOptions& eval = of_eval.eval;
   EXPECT_EQ(eval.checkpoint, "c");
   EXPECT_EQ(eval.val_data, "v");
   EXPECT_EQ(eval.batch_size, 2);
   EXPECT_EQ(eval.eval_batches, 3);
   EXPECT_TRUE(eval.json);
-  EXPECT_EQ(eval.threads, 4);
+  EXPECT_EQ(of_eval.machine.threads, 4);
 
-  const GenerateOptions generate =
+  const Options of_generate =
       parse({"generate", "--checkpoint", "c", "--prompt", "Once upon", "--max-new-tokens", "5",
-             "--temperature", "0", "--top-k", "6", "--top-p", "0.9", "--seed", "7", "--threads", "1"})
-          .generate;
+             "--temperature", "0", "--top-k", "6", "--top-p", "0.9", "--seed", "7", "--threads", "1"});
+  const GenerateOptions& generate = of_generate.generate;
   EXPECT_EQ(generate.checkpoint, "c");
   EXPECT_EQ(generate.prompt, "Once upon");
   EXPECT_EQ(generate.max_new_tokens, 5);
@@ -216,12 +218,12 @@ TEST(Values, EveryFlagOfTheOtherCommands) {
   EXPECT_EQ(generate.top_k, 6);
   EXPECT_EQ(generate.top_p, 0.9);
   EXPECT_EQ(generate.seed, 7);
-  EXPECT_EQ(generate.threads, 1);
+  EXPECT_EQ(of_generate.machine.threads, 1);
 
-  const RoutingOptions routing =
+  const Options of_routing =
       parse(words("routing --checkpoint c --val-data v --batch-size 2 --eval-batches 3 --csv a --map b "
-                  "--map-tokens 4 --json --threads 5"))
-          .routing;
+                  "--map-tokens 4 --json --threads 5"));
+  const RoutingOptions& routing = of_routing.routing;
   EXPECT_EQ(routing.checkpoint, "c");
   EXPECT_EQ(routing.val_data, "v");
   EXPECT_EQ(routing.batch_size, 2);
@@ -230,7 +232,7 @@ TEST(Values, EveryFlagOfTheOtherCommands) {
   EXPECT_EQ(routing.map, "b");
   EXPECT_EQ(routing.map_tokens, 4);
   EXPECT_TRUE(routing.json);
-  EXPECT_EQ(routing.threads, 5);
+  EXPECT_EQ(of_routing.machine.threads, 5);
 }
 
 TEST(Values, TheLastOfAFlagCounts) {
@@ -370,8 +372,6 @@ TEST(Refused, UnknownValues) {
                {"--lr-schedule cos", "cosine, linear, wsd or constant"});
   expect_error(kTrain + std::vector<std::string>{"--precision", "fp16"},
                {"--precision fp16", "fp32 or bf16"});
-  expect_error(kTrain + std::vector<std::string>{"--precision", "bf16"},
-               {"--precision bf16 is not in this build, use --precision fp32"});
 }
 
 TEST(Refused, WhatIsNotAWholeNumber) {

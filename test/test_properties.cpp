@@ -302,9 +302,6 @@ class Slope {
   const std::vector<Ints> choices_;
 };
 
-// Thousands of steps: too many for an emulated GPU, whose gradients test_reference.cpp compares with
-// PyTorch's.
-#ifndef XMOD_TEST_CUDA
 TEST_P(ModelTest, GradientOfEveryTensorIsTheSlopeOfTheLoss) {
   Slope slope(model_, batch_of_clear_choices(model_, 2));
   for (const Parameter& p : model_.table.entries) slope.check(p);

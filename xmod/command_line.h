@@ -245,10 +245,7 @@ inline void check_required(const std::vector<Given>& given, const Options& o,
   if (o.command == Command::eval) check_required_of_eval(given);
 }
 
-inline void check_values(const Options& o, bool has_bf16) {
-  if (o.train.precision != Precision::fp32 && !has_bf16) {
-    usage_error("--precision ", name_of(o.train.precision), " is not in this build, use --precision fp32");
-  }
+inline void check_values(const Options& o) {
   if (!o.routing.csv.empty() && o.routing.csv == o.routing.map) {
     usage_error("--csv and --map are both ", show_word(o.routing.csv), ": give two files");
   }
@@ -259,9 +256,8 @@ inline void check_values(const Options& o, bool has_bf16) {
 
 }  // namespace detail
 
-// Reads `program [command] [options]`. Throws usage errors; prints nothing. has_bf16: the program can train
-// in it.
-inline Options parse_options(int argc, char** argv, bool has_bf16 = false) {
+// Reads `program [command] [options]`. Throws usage errors; prints nothing.
+inline Options parse_options(int argc, char** argv) {
   std::vector<char*> words(argv, argv + argc);
   const std::string path = argc > 0 ? argv[0] : "train_xmod";
   const std::string program = path.substr(path.rfind('/') + 1);
@@ -282,7 +278,7 @@ inline Options parse_options(int argc, char** argv, bool has_bf16 = false) {
   set_derived_defaults(options.model);
   detail::apply(options, given, detail::Stage::derived);
   detail::check_required(given, options, table);
-  detail::check_values(options, has_bf16);
+  detail::check_values(options);
   return options;
 }
 

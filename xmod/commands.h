@@ -12,7 +12,6 @@
 #include <sstream>
 #include <string>
 #include <string_view>
-#include <type_traits>
 #include <utility>
 #include <vector>
 
@@ -48,7 +47,7 @@ template <class Backend>
 void train(const Options& options) {
   const TrainOptions& o = options.train;
   require_memory(estimate_memory(options.model, o.batch_size, o.optimizer).total(), Backend::memory_bytes());
-  Backend backend(o.threads);
+  Backend backend(options.machine);
   Trainer<Backend>(backend, options, std::cout).run();
 }
 
@@ -154,7 +153,7 @@ void eval(const Options& options) {
   const int64_t B = std::min(o.batch_size, sequences);
   validate_size(config, B);
   require_memory(inference_bytes(config, B), Backend::memory_bytes());
-  Backend backend(o.threads);
+  Backend backend(options.machine);
   Model<Backend> model(backend, config, B, Use::inference);
   load_model(o.checkpoint, model);
 
@@ -234,7 +233,7 @@ void generate_text(const Options& options) {
   const auto B = static_cast<int64_t>(texts.size());
   validate_size(config, B);
   require_memory(inference_bytes(config, B), Backend::memory_bytes());
-  Backend backend(o.threads);
+  Backend backend(options.machine);
   Model<Backend> model(backend, config, B, Use::inference);
   load_model(o.checkpoint, model);
   Generation<Backend> generation(model, std::move(texts), {o.temperature, o.top_k, o.top_p},
@@ -286,7 +285,7 @@ void routing(const Options& options) {
   std::optional<Tokenizer> tokenizer;
   if (!o.map.empty()) tokenizer = checkpoint_tokenizer(o.checkpoint, config);
 
-  Backend backend(o.threads);
+  Backend backend(options.machine);
   Model<Backend> model(backend, config, data.batch_size, Use::inference);
   load_model(o.checkpoint, model);
   RoutingMap map(config, tokenizer ? o.map_tokens : 0);
@@ -333,20 +332,14 @@ inline int report(const std::string& message, int exit_code) {
   return exit_code;
 }
 
-// main: every error a user can cause ends in one line and the exit status. Bf16Backend trains under
-// --precision bf16; void: there is none.
-template <class Backend, class Bf16Backend = void>
+// main: every error a user can cause ends in one line and the exit status. Bf16Backend: for --precision bf16.
+template <class Backend, class Bf16Backend = Backend>
 int run_commands(int argc, char** argv) {
   std::signal(SIGXFSZ, SIG_IGN);  // a file at its size limit is an error of write(), not the end
   try {
-    constexpr bool kHasBf16 = !std::is_void_v<Bf16Backend>;
-    const Options options = parse_options(argc, argv, kHasBf16);
-    if constexpr (kHasBf16) {
-      if (options.train.precision == Precision::bf16) {
-        run_command<Bf16Backend>(options);
-      } else {
-        run_command<Backend>(options);
-      }
+    const Options options = parse_options(argc, argv);
+    if (options.machine.precision == Precision::bf16) {
+      run_command<Bf16Backend>(options);
     } else {
       run_command<Backend>(options);
     }

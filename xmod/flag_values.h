@@ -45,7 +45,8 @@ inline Names<LrSchedule> names_of(LrSchedule) {
           {"constant", LrSchedule::constant}};
 }
 inline Names<Precision> names_of(Precision) {
-  return {{"fp32", Precision::fp32}, {"bf16", Precision::bf16}};
+  return {{precision_name(Precision::fp32), Precision::fp32},
+          {precision_name(Precision::bf16), Precision::bf16}};
 }
 
 template <class Enum>

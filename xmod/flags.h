@@ -250,20 +250,23 @@ inline std::vector<Flag> record_flags() {
                  "steps between checkpoints; 0: only at the end"),
       value_flag("keep-checkpoints", "N", part, &O::keep_checkpoints, at_least(1),
                  "how many of the newest checkpoints stay"),
+      value_flag("seed", "N", part, &O::seed, at_least(0),
+                 "seed of the first weights and of the order of the data"),
       switch_flag("resume", part, &O::resume, true, "go on from the newest checkpoint in --out"),
   };
 }
 
-inline std::vector<Flag> train_machine_flags() {
-  using O = TrainOptions;
-  constexpr auto part = &Options::train;
+inline std::vector<Flag> machine_flags() {
+  using O = MachineOptions;
+  constexpr auto part = &Options::machine;
   return {
-      value_flag("seed", "N", part, &O::seed, at_least(0),
-                 "seed of the first weights and of the order of the data"),
       value_flag("threads", "N", part, &O::threads, between(0, 4096),
                  "threads to compute with; 0: all processors"),
       value_flag("precision", "NAME", part, &O::precision, {},
-                 "number format of activations and products: fp32; on a GPU also bf16"),
+                 "of the factors in matrix products: fp32 or bf16; sums and weights stay fp32"),
+      value_flag("instructions", "NAME", part, &O::instructions, {},
+                 "of the processor, for matrix products: avx512, avx2 or portable; with bf16 amx, "
+                 "avx512-bf16 or portable (slow); auto: the fastest it says it has"),
   };
 }
 
@@ -302,8 +305,6 @@ inline std::vector<Flag> eval_flags() {
       value_flag("batch-size", "N", part, &O::batch_size, between(1, 2147483647), "sequences of a batch"),
       value_flag("eval-batches", "N", part, &O::eval_batches, between(0, 2147483647), "0: all the data"),
       switch_flag("json", part, &O::json, true, "print JSON"),
-      value_flag("threads", "N", part, &O::threads, between(0, 4096),
-                 "threads to compute with; 0: all processors"),
   };
 }
 
@@ -328,8 +329,6 @@ inline std::vector<Flag> generate_flags() {
       value_flag("top-p", "X", part, &O::top_p, Range{0, 1, true},
                  "choose among the most probable that together have this probability"),
       value_flag("seed", "N", part, &O::seed, at_least(0), "seed of the choice of tokens"),
-      value_flag("threads", "N", part, &O::threads, between(0, 4096),
-                 "threads to compute with; 0: all processors"),
   };
 }
 
@@ -350,8 +349,6 @@ inline std::vector<Flag> routing_report_flags() {
                  "also write which layers select each of the first tokens, under threshold routing (CSV)"),
       value_flag("map-tokens", "N", part, &O::map_tokens, between(1, 1000000), "tokens of --map"),
       switch_flag("json", part, &O::json, true, "print JSON; scripts/plot_routing.py draws it"),
-      value_flag("threads", "N", part, &O::threads, between(0, 4096),
-                 "threads to compute with; 0: all processors"),
   };
 }
 
@@ -375,11 +372,11 @@ inline std::vector<Flag> flag_table() {
   add("Experts (moe, deco)", model, expert_flags());
   add("Optimizer", train, optimizer_flags());
   add("Validation and checkpoints", train, record_flags());
-  add("Machine", train, train_machine_flags());
   add("Plan", plan, plan_flags());
   add("Evaluation", eval, eval_flags());
   add("Generation", generate, generate_flags());
   add("Routing", {Command::routing}, routing_report_flags());
+  add("Machine", {Command::train, Command::eval, Command::generate, Command::routing}, machine_flags());
   add("Help", all,
       {{"help", "", "this page, also -h", [](Options& o, const std::string&) { o.help = true; }}});
   return table;

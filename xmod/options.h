@@ -11,7 +11,18 @@
 namespace xmod {
 
 enum class Command { train, plan, eval, generate, routing };
-enum class Precision { fp32, bf16 };
+enum class Precision { fp32, bf16 };  // what the factors of matrix products are rounded to
+
+inline const char* precision_name(Precision precision) {
+  return precision == Precision::fp32 ? "fp32" : "bf16";
+}
+
+// What a backend is made of.
+struct MachineOptions {
+  int64_t threads = 0;  // of the processor; 0: OpenMP's default
+  Precision precision = Precision::fp32;
+  std::string instructions = "auto";  // of the processor, for the matrix products
+};
 
 struct TrainOptions {
   std::string train_data, val_data;  // globs of token shards; no val_data: no validation
@@ -34,8 +45,6 @@ struct TrainOptions {
   int64_t keep_checkpoints = 2;
   bool resume = false;
   int64_t seed = 42;
-  int64_t threads = 0;  // 0: OpenMP's default
-  Precision precision = Precision::fp32;
 };
 
 struct PlanOptions {
@@ -53,7 +62,6 @@ struct EvalOptions {
   int64_t batch_size = 16;
   int64_t eval_batches = 0;  // 0: all
   bool json = false;
-  int64_t threads = 0;
 };
 
 struct GenerateOptions {
@@ -63,7 +71,6 @@ struct GenerateOptions {
   int64_t top_k = 0;         // 0: off
   double top_p = 1;
   int64_t seed = 42;
-  int64_t threads = 0;
 };
 
 struct RoutingOptions {
@@ -73,7 +80,6 @@ struct RoutingOptions {
   std::string csv, map;      // files to write; empty: none
   int64_t map_tokens = 400;
   bool json = false;
-  int64_t threads = 0;
 };
 
 struct Options {
@@ -81,6 +87,7 @@ struct Options {
   bool help = false;      // print help_text and end
   std::string help_text;  // of the command
   ModelConfig model;
+  MachineOptions machine;
   TrainOptions train;
   PlanOptions plan;
   EvalOptions eval;

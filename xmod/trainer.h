@@ -130,7 +130,7 @@ class Trainer {
   }
 
   // Says what is going to be trained, on what, and in how much memory.
-  void announce(Backend& backend) {
+  void announce(const Backend& backend) {
     const Accounting a = account(config_);
     log_ << detail::title(config_) << ": " << a.layers << " layers (" << a.dense_layers << " dense, "
          << a.sparse_layers << " sparse), " << detail::rounded(static_cast<double>(a.params_total))

@@ -1,0 +1,512 @@
+// `make bench`: how near the trainer comes to what the machine can do. First the machine's peaks, then, for
+// models of three sizes, every pass as it runs in a training step and the step as a whole, then dense against
+// X-MoD. A pass is timed where it stands in the step, with the data and the caches that it finds there.
+#include <getopt.h>
+
+#include <cstdint>
+#include <cstdio>
+#include <iostream>
+#include <random>
+#include <string>
+#include <vector>
+
+#define TESTING  // without the trainer's main
+#include "bench/blas.h"
+#include "bench/peaks.h"
+#include "bench/report.h"
+#include "bench/timed_backend.h"
+#include "train_xmod.cpp"
+#include "xmod/flag_values.h"
+#include "xmod/spin_briefly.h"
+
+namespace xmod::bench {
+
+using Backend = TimedBackend<CpuBackend>;
+
+// ---------------------------------------------------------------------------------------------------
+// What is measured
+
+struct Size {
+  std::string name;
+  ModelConfig dense;
+  int64_t batch_size;
+};
+
+// A dense model and a batch of some thousand tokens.
+inline std::vector<Size> sizes() {
+  ModelConfig tiny;
+  ModelConfig dim512{.vocab_size = 8192,
+                     .dim = 512,
+                     .active_layers = 8,
+                     .heads = 8,
+                     .kv_heads = 4,
+                     .head_dim = 64,
+                     .ffn_dim = 1536,
+                     .seq_len = 1024};
+  ModelConfig dim1024{.vocab_size = 8192,
+                      .dim = 1024,
+                      .active_layers = 4,
+                      .heads = 16,
+                      .kv_heads = 8,
+                      .head_dim = 128,
+                      .ffn_dim = 3072,
+                      .seq_len = 2048};
+  tiny.arch = dim512.arch = dim1024.arch = Arch::dense;
+  return {{"tiny", tiny, 8}, {"512", dim512, 4}, {"1024", dim1024, 2}};
+}
+
+inline ModelConfig xmod(ModelConfig c, int64_t A, int64_t K) {
+  c.arch = Arch::xmod;
+  c.anchor_stride = A;
+  c.token_sparsity = K;
+  return c;
+}
+
+struct BenchOptions {
+  std::string size = "all", arch = "dense", only, blas;
+  int64_t threads = 0, batch_size = 0;
+  double seconds = 5;
+  bool json = false, routing = false, help = false;
+};
+
+// ---------------------------------------------------------------------------------------------------
+// A model in training, on random tokens
+
+class Training {
+ public:
+  Training(Backend& backend, const ModelConfig& config, int64_t B)
+      : config(config),
+        B_(B),
+        model_(backend, config, B, Use::training),
+        optimizer_(backend, model_.table, {}),
+        tokens_(static_cast<size_t>(B * config.seq_len)) {
+    std::mt19937 random(1);
+    for (int32_t& token : tokens_) token = static_cast<int32_t>(random() % config.vocab_size);
+    model_.initialise(1);
+  }
+
+  int64_t tokens() const { return static_cast<int64_t>(tokens_.size()); }
+  const Model<Backend>& model() const { return model_; }
+
+  void step() {
+    model_.zero_gradients();
+    micro_batch();
+    update();
+  }
+
+  void micro_batch() { model_.forward_backward(tokens_.data(), tokens_.data(), B_, config.seq_len, 1); }
+
+  void update() {
+    const double norm = optimizer_.gradient_norm(model_.grads());
+    if (!std::isfinite(norm)) fail("the gradient is not finite: these figures would mean nothing");
+    optimizer_.update(model_.params(), model_.grads(), norm, ++steps_, kRate, kRate);
+    model_.close_step(steps_, 1);
+  }
+
+  const ModelConfig config;
+
+ private:
+  static constexpr double kRate = 1e-3;
+
+  int64_t B_;
+  Model<Backend> model_;
+  OptimizerState<Backend> optimizer_;
+  std::vector<int32_t> tokens_;  // (B, T)
+  int64_t steps_ = 0;
+};
+
+// A line of progress, on standard error.
+template <class... Parts>
+void progress(const Parts&... parts) {
+  std::cerr << xmod::detail::concatenate(parts...) << "\n";
+}
+
+// ---------------------------------------------------------------------------------------------------
+// Passes
+
+inline std::string show_shape(const Cost& cost) {
+  std::string text;
+  for (int64_t size : cost.shape) {
+    if (size > 0) text += (text.empty() ? "" : "x") + std::to_string(size);
+  }
+  return text;
+}
+
+// Name, shape and rates of a pass that took so long.
+inline std::vector<Cell> rates(std::string_view name, const Cost& cost, double seconds, const Peaks& peaks) {
+  std::vector<Cell> row = {std::string(name), show_shape(cost), seconds * 1e3, {}, {}, {}, {}};
+  if (cost.flops > 0) {
+    row[3] = cost.flops / seconds / 1e9;
+    row[4] = cost.flops / seconds / peaks.fp32_all;
+  }
+  if (cost.kind == Kind::memory) {
+    row[5] = cost.bytes / seconds / 1e9;
+    row[6] = cost.bytes / seconds / peaks.memory.copy;
+  }
+  return row;
+}
+
+inline std::vector<Column> rate_columns() {
+  return {{"pass", 0},          {"shape", 0}, {"ms", 3},           {"GFLOP/s", 1},
+          {"of peak", 0, true}, {"GB/s", 1},  {"of copy", 0, true}};
+}
+
+// Each pass whose name contains `only`, again and again on its own.
+inline void report_alone(Report& report, const Backend& backend, const BenchOptions& o, const Peaks& peaks) {
+  std::vector<std::vector<Cell>> rows;
+  for (const auto& [key, calls] : backend.passes) {
+    if (key.first.find(o.only) == std::string_view::npos) continue;
+    rows.push_back(rates(key.first, calls.cost, median(time_repeatedly(calls.again, o.seconds)), peaks));
+  }
+  if (rows.empty()) usage_error("--only ", o.only, ": no pass of the step has such a name");
+  report.table("alone", rate_columns(), rows);
+}
+
+// Each pass as it ran in `steps` steps that took `seconds` together.
+inline void report_passes(Report& report, const Backend& backend, double steps, double seconds,
+                          const Peaks& peaks) {
+  struct Line {
+    double share;
+    std::vector<Cell> cells;
+  };
+  constexpr double kSmall = 0.001;  // of the step: not worth a line of its own
+  std::vector<Line> lines;
+  double small = 0, timed = 0;
+  for (const auto& [key, calls] : backend.passes) {
+    double total = 0;
+    for (double s : calls.seconds) total += s;
+    timed += total / seconds;
+    if (total / seconds < kSmall) {
+      small += total / seconds;
+      continue;
+    }
+    Line line{total / seconds, rates(key.first, calls.cost, median(calls.seconds), peaks)};
+    line.cells.insert(line.cells.begin() + 2, static_cast<double>(calls.seconds.size()) / steps);
+    line.cells.push_back(line.share);
+    lines.push_back(line);
+  }
+  std::sort(lines.begin(), lines.end(), [](const Line& a, const Line& b) { return a.share > b.share; });
+  lines.push_back({small, {"smaller ones together", "", {}, {}, {}, {}, {}, {}, small}});
+  lines.push_back({1 - timed, {"outside the passes", "", {}, {}, {}, {}, {}, {}, 1 - timed}});
+
+  std::vector<Column> columns = rate_columns();
+  columns.insert(columns.begin() + 2, {"calls", 0});
+  columns.push_back({"of step", 1, true});
+  std::vector<std::vector<Cell>> rows;
+  for (const Line& line : lines) rows.push_back(line.cells);
+  report.table("passes", columns, rows);
+}
+
+// By kind of pass: the share of the step, and how near it comes to its bound.
+inline void report_kinds(Report& report, const Backend& backend, double seconds, const Peaks& peaks) {
+  const std::vector<std::pair<Kind, std::string>> kinds = {{Kind::product, "matrix products"},
+                                                           {Kind::attention, "attention"},
+                                                           {Kind::muon, "Muon"},
+                                                           {Kind::memory, "bound by memory"}};
+  std::vector<std::vector<Cell>> rows;
+  for (const auto& [kind, name] : kinds) {
+    double total = 0, flops = 0, bytes = 0;
+    for (const auto& [key, calls] : backend.passes) {
+      if (calls.cost.kind != kind) continue;
+      for (double s : calls.seconds) total += s;
+      flops += calls.cost.flops * static_cast<double>(calls.seconds.size());
+      bytes += calls.cost.bytes * static_cast<double>(calls.seconds.size());
+    }
+    if (total == 0) continue;
+    const double of_bound =
+        kind == Kind::memory ? bytes / total / peaks.memory.copy : flops / total / peaks.fp32_all;
+    rows.push_back({name, total / seconds, of_bound});
+  }
+  report.table("kinds", {{"kind of pass", 0}, {"of step", 1, true}, {"of its bound", 0, true}}, rows);
+}
+
+// ---------------------------------------------------------------------------------------------------
+// The whole step
+
+// FLOPs of the products, attention and Newton-Schulz steps in the calls noted.
+inline double flops_done(const Backend& backend) {
+  double flops = 0;
+  for (const auto& [key, calls] : backend.passes)
+    flops += calls.cost.flops * static_cast<double>(calls.seconds.size());
+  return flops;
+}
+
+inline void report_step(Report& report, const Training& training, double seconds, double flops,
+                        const Peaks& peaks) {
+  const double rate = static_cast<double>(training.tokens()) / seconds;
+  const double model = rate * training_flops_per_token(training.config);
+  report.table("step",
+               {{"tokens a step", 0},
+                {"ms a step", 1},
+                {"tokens/s", 0},
+                {"model GFLOP/s", 1},
+                {"model of peak", 1, true},
+                {"all GFLOP/s", 1},
+                {"all of peak", 1, true}},
+               {{training.tokens(), seconds * 1e3, rate, model / 1e9, model / peaks.fp32_all,
+                 flops / seconds / 1e9, flops / seconds / peaks.fp32_all}});
+}
+
+inline std::string describe(const ModelConfig& c, int64_t B) {
+  return xmod::detail::concatenate(arch_name(c.arch), ", dim ", c.dim, ", ", make_layer_plan(c).size(),
+                                   " layers, B ", B, ", T ", c.seq_len);
+}
+
+inline void measure_size(Report& report, const Size& size, const BenchOptions& o, const Peaks& peaks) {
+  ModelConfig c = size.dense;
+  if (o.arch == "xmod") c = xmod(c, 1, c.dim == 128 ? 4 : 8);
+  const int64_t B = o.batch_size > 0 ? o.batch_size : size.batch_size;
+  report.section(size.name, describe(c, B));
+  Backend backend({.threads = o.threads});
+  Training training(backend, c, B);
+  backend.passes.clear();
+  progress(size.name, ": first step");
+  training.step();
+  if (!o.only.empty()) return report_alone(report, backend, o, peaks);
+
+  backend.passes.clear();
+  std::vector<double> seconds;
+  double all = 0;
+  while (seconds.size() < 3 || all < o.seconds) {
+    const Stopwatch watch;
+    training.step();
+    seconds.push_back(watch.seconds());
+    all += seconds.back();
+    progress(size.name, ": a step of ", seconds.back(), " s");
+  }
+  const double steps = static_cast<double>(seconds.size());
+  report_passes(report, backend, steps, all, peaks);
+  report_kinds(report, backend, all, peaks);
+  report_step(report, training, median(seconds), flops_done(backend) / steps, peaks);
+}
+
+// ---------------------------------------------------------------------------------------------------
+// Dense against X-MoD: what routing costs beyond its arithmetic
+
+// Steps of so many tokens, put together from micro-batches that are all alike: one of them is timed, and the
+// optimizer.
+struct RoutedModel {
+  std::string name;
+  std::unique_ptr<Training> training;
+  double flops = 0;  // of a step: all that is done
+  std::vector<double> micro_batch = {}, update = {}, step = {};
+};
+
+inline void measure_round(RoutedModel& m, Backend& backend, double micro_batches) {
+  backend.passes.clear();
+  const Stopwatch first;
+  m.training->micro_batch();
+  m.micro_batch.push_back(first.seconds());
+  m.flops = micro_batches * flops_done(backend);
+
+  backend.passes.clear();
+  const Stopwatch second;
+  m.training->update();
+  m.update.push_back(second.seconds());
+  m.flops += flops_done(backend);
+  m.step.push_back(micro_batches * m.micro_batch.back() + m.update.back());
+}
+
+inline void measure_routing(Report& report, const BenchOptions& o) {
+  constexpr int64_t kStepTokens = 32768;
+  ModelConfig dense = sizes()[1].dense;
+  dense.seq_len = 2048;
+  const int64_t B = o.batch_size > 0 ? o.batch_size : 2;
+  const double micro_batches = static_cast<double>(kStepTokens) / static_cast<double>(B * dense.seq_len);
+  report.section("routing",
+                 xmod::detail::concatenate("Dense against X-MoD, dim 512, 8 active layers, T 2048, ",
+                                           kStepTokens, " tokens a step"));
+  Backend backend({.threads = o.threads});
+  std::vector<RoutedModel> models;
+  models.push_back({"dense", std::make_unique<Training>(backend, dense, B)});
+  for (int64_t A : {1, 4}) {
+    const std::string name = xmod::detail::concatenate("xmod A", A, "K8");
+    if (name.find(o.only) == std::string::npos) continue;
+    models.push_back({name, std::make_unique<Training>(backend, xmod(dense, A, 8), B)});
+  }
+  for (RoutedModel& m : models) {
+    progress(m.name, ": first step");
+    m.training->step();
+  }
+  const Stopwatch all;
+  for (int round = 0; round < 2 || all.seconds() < o.seconds; round++) {
+    for (RoutedModel& m : models) measure_round(m, backend, micro_batches);
+    progress("round ", round + 1, ": ", all.seconds(), " s");
+  }
+
+  std::vector<std::vector<Cell>> rows;
+  for (const RoutedModel& m : models) {
+    std::vector<double> ratios;
+    for (size_t i = 0; i < m.step.size(); i++) ratios.push_back(m.step[i] / models[0].step[i]);
+    const double time = median(ratios), model = flops_ratio_to_dense(m.training->config);
+    const double done = m.flops / models[0].flops;
+    rows.push_back({m.name, static_cast<double>(m.training->model().plan.size()), median(m.micro_batch) * 1e3,
+                    median(m.update) * 1e3, median(m.step), time, smallest(ratios), largest(ratios), model,
+                    time / model, done, time / done});
+  }
+  report.table("models",
+               {{"model", 0},
+                {"layers", 0},
+                {"ms a micro-batch", 0},
+                {"ms of the optimizer", 0},
+                {"s a step", 2},
+                {"time ratio", 3},
+                {"least", 3},
+                {"most", 3},
+                {"model FLOPs ratio", 3},
+                {"time / model FLOPs", 3},
+                {"all FLOPs ratio", 3},
+                {"time / all FLOPs", 3}},
+               rows);
+}
+
+// ---------------------------------------------------------------------------------------------------
+// Our products against those of a BLAS
+
+inline void measure_blas(Report& report, const Size& size, const BenchOptions& o, Blas& blas,
+                         const Peaks& peaks) {
+  const ModelConfig& c = size.dense;
+  const int64_t n = (o.batch_size > 0 ? o.batch_size : size.batch_size) * c.seq_len;
+  report.section("blas " + size.name,
+                 xmod::detail::concatenate("Products of ", size.name, " against ", o.blas, ", ", n, " rows"));
+  const std::vector<std::pair<int64_t, int64_t>> weights = {{c.dim, c.qkv_dim()},
+                                                            {c.q_dim(), c.dim},
+                                                            {c.dim, 2 * c.ffn_dim},
+                                                            {c.ffn_dim, c.dim},
+                                                            {c.dim, c.vocab_size}};
+  std::vector<std::vector<Cell>> rows;
+  for (const auto& [C, OC] : weights) {
+    for (const ProductRace& race : race_products(blas, n, C, OC, o.seconds)) {
+      if (race.pass.find(o.only) == std::string::npos) continue;
+      const double flops = 2.0 * n * C * OC;
+      rows.push_back({race.pass, show_shape({Kind::product, {n, C, OC}, 0, 0}), flops / race.ours / 1e9,
+                      flops / race.ours / peaks.fp32_all, flops / race.theirs / 1e9, race.ratio, race.least,
+                      race.most});
+      progress(race.pass, " ", show_shape({Kind::product, {n, C, OC}, 0, 0}), ": ", race.ratio);
+    }
+  }
+  report.table("products",
+               {{"product", 0},
+                {"shape", 0},
+                {"GFLOP/s", 1},
+                {"of peak", 0, true},
+                {"BLAS GFLOP/s", 1},
+                {"ratio", 2},
+                {"least", 2},
+                {"most", 2}},
+               rows);
+}
+
+// ---------------------------------------------------------------------------------------------------
+// Peaks
+
+inline Peaks report_peaks(Report& report, int threads) {
+  progress("peaks of the machine");
+  const Peaks p = measure_peaks(threads);
+  report.section("peaks", "Peaks of this machine");
+  report.table(
+      "arithmetic",
+      {{"arithmetic", 0}, {"1 thread, GFLOP/s", 1}, {std::to_string(threads) + " threads, GFLOP/s", 1}},
+      {{xmod::detail::concatenate("fp32 multiply-add, ", p.fp32.name), p.fp32_one / 1e9, p.fp32_all / 1e9}});
+  report.table("memory", {{"memory", 0}, {"read, GB/s", 1}, {"copy (read + written), GB/s", 1}},
+               {{"1 GiB", p.memory.read / 1e9, p.memory.copy / 1e9},
+                {"16 MiB", p.cache.read / 1e9, p.cache.copy / 1e9}});
+  return p;
+}
+
+// ---------------------------------------------------------------------------------------------------
+
+constexpr char kHelp[] =
+    R"(usage: bench_xmod [options]
+
+Measures the machine's peaks, then each pass of a training step and the whole step beside them.
+
+  --size NAME        tiny, 512, 1024, or all: also dense against X-MoD (default: all)
+  --arch NAME        dense or xmod: the model of the sizes (default: dense)
+  --batch-size N     sequences a step (default: 8 at tiny, 4 at 512, 2 at 1024)
+  --routing          only dense against X-MoD
+  --only PASS        only passes whose name contains PASS, each again and again on its own
+  --blas LIBRARY     only products, in turn with the sgemm of a BLAS, e.g. libopenblas.so.0
+  --threads N        (default: OpenMP's)
+  --seconds X        of each measurement, about (default: 5); a step is taken three times at least
+  --json             print one JSON object
+  --help
+)";
+
+inline BenchOptions parse_bench_options(int argc, char** argv) {
+  using xmod::detail::parse_value;
+  BenchOptions o;
+  const std::vector<option> table = {{"size", required_argument, nullptr, 's'},
+                                     {"arch", required_argument, nullptr, 'a'},
+                                     {"batch-size", required_argument, nullptr, 'b'},
+                                     {"only", required_argument, nullptr, 'o'},
+                                     {"blas", required_argument, nullptr, 'l'},
+                                     {"threads", required_argument, nullptr, 't'},
+                                     {"seconds", required_argument, nullptr, 'c'},
+                                     {"routing", no_argument, nullptr, 'r'},
+                                     {"json", no_argument, nullptr, 'j'},
+                                     {"help", no_argument, nullptr, 'h'},
+                                     {}};
+  for (int code; (code = getopt_long(argc, argv, "", table.data(), nullptr)) != -1;) {
+    const std::string value = optarg ? optarg : "";
+    if (code == 's') o.size = value;
+    if (code == 'a') o.arch = value;
+    if (code == 'b') parse_value("batch-size", value, Range{1}, o.batch_size);
+    if (code == 'o') o.only = value;
+    if (code == 'l') o.blas = value;
+    if (code == 't') parse_value("threads", value, Range{1}, o.threads);
+    if (code == 'c') parse_value("seconds", value, Range{0}, o.seconds);
+    if (code == 'r') o.routing = true;
+    if (code == 'j') o.json = true;
+    if (code == 'h') o.help = true;
+    if (code == '?') usage_error("see bench_xmod --help");
+  }
+  if (optind < argc) usage_error("unexpected argument ", argv[optind], "; see bench_xmod --help");
+  if (o.arch != "dense" && o.arch != "xmod") usage_error("--arch ", o.arch, ": expected dense or xmod");
+  return o;
+}
+
+inline std::vector<Size> chosen_sizes(const BenchOptions& o) {
+  std::vector<Size> chosen;
+  for (const Size& size : sizes()) {
+    if (!o.routing && (o.size == "all" || o.size == size.name)) chosen.push_back(size);
+  }
+  if (chosen.empty() && !o.routing) usage_error("--size ", o.size, ": expected tiny, 512, 1024 or all");
+  return chosen;
+}
+
+inline void run(const BenchOptions& o) {
+  const std::vector<Size> chosen = chosen_sizes(o);
+  const int threads = Backend({.threads = o.threads}).threads();
+  Report report(o.json, threads);
+  const Peaks peaks = report_peaks(report, threads);
+  if (!o.blas.empty()) {
+    Blas blas(o.blas, threads);
+    for (const Size& size : chosen) measure_blas(report, size, o, blas, peaks);
+  } else {
+    for (const Size& size : chosen) measure_size(report, size, o, peaks);
+    if (o.routing || (o.size == "all" && o.only.empty())) measure_routing(report, o);
+  }
+  report.finish();
+}
+
+}  // namespace xmod::bench
+
+int main(int argc, char** argv) {
+  xmod::spin_briefly(argv);
+  try {
+    const xmod::bench::BenchOptions options = xmod::bench::parse_bench_options(argc, argv);
+    if (options.help) {
+      std::cout << xmod::bench::kHelp;
+    } else {
+      xmod::bench::run(options);
+    }
+    return 0;
+  } catch (const xmod::Error& error) {
+    std::cerr << "error: " << error.what() << "\n";
+    return error.exit_code;
+  } catch (const std::bad_alloc&) {
+    std::cerr << "error: not enough memory; a smaller --batch-size or --size may fit\n";
+    return 1;
+  }
+}

@@ -1,0 +1,74 @@
+// How a product is cut up, whatever the instructions: into shares of threads, slabs and panels of B, blocks
+// of A and of the reduction, tiles of C.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+
+#include "xmod/cpu_matmul.h"
+
+namespace xmod::detail {
+
+// A slab of B (one block of the reduction deep) and a block of A stay in the second-level cache, and the
+// panels of the slab stream through the first. Depths count 32-bit elements: one term of the reduction each
+// in fp32, two in bf16.
+constexpr int64_t kMaxDepth = 512;
+constexpr int64_t kSlabCols = 768;
+constexpr int64_t kMostBlockRows = 64;
+constexpr int64_t kRowPadding = 16;  // rows of packed A must not start at the same place of their pages
+
+constexpr int64_t kElementBytes = 4;
+
+struct MatmulWorkspace {
+  alignas(64) std::byte packed_a[kMostBlockRows * (kMaxDepth + kRowPadding) * kElementBytes];
+  alignas(64) std::byte packed_b[kMaxDepth * kSlabCols * kElementBytes];
+};
+
+// `total` things dealt to `parts` neighbours as evenly as can be.
+struct Shares {
+  int64_t total;
+  int64_t parts;
+  int64_t begin(int64_t part) const { return part * total / parts; }
+  int64_t end(int64_t part) const { return begin(part + 1); }
+  int64_t size(int64_t part) const { return end(part) - begin(part); }
+};
+
+inline int64_t ceil_div(int64_t a, int64_t b) {
+  return (a + b - 1) / b;
+}
+
+// The part of C that one call of a micro-kernel computes, within one block of the reduction.
+struct CTile {
+  float* data;
+  int64_t stride;
+  int64_t rows;
+  int64_t cols;
+  bool accumulate;
+};
+
+// C (M, N) = [C +] A (M, K) * (alpha * B (K, N))
+struct Product {
+  float* c;
+  int64_t c_stride;
+  Operand a, b;
+  int64_t M, N, K;
+  MatmulUpdate update;
+
+  Product part(int64_t m_begin, int64_t m_end, int64_t n_begin, int64_t n_end) const {
+    return {c + m_begin * c_stride + n_begin,
+            c_stride,
+            a.from(m_begin, 0),
+            b.from(0, n_begin),
+            m_end - m_begin,
+            n_end - n_begin,
+            K,
+            update};
+  }
+  // The terms k_begin .. k_end of the sum; all but the first add to what is there.
+  Product terms(int64_t k_begin, int64_t k_end) const {
+    return {c, c_stride, a.from(0, k_begin), b.from(k_begin, 0),
+            M, N,        k_end - k_begin,    {update.alpha, update.accumulate || k_begin > 0}};
+  }
+};
+
+}  // namespace xmod::detail
