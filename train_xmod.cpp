@@ -61,10 +61,6 @@ class CpuBackend : public CpuExpertPasses {
 #endif
   }
 
-  static std::string description() {
-    return "cpu, " + std::to_string(threads()) + " threads";
-  }
-
   // ------------------------------------------------------------------------------------------------
   // memory
 

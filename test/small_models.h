@@ -272,7 +272,7 @@ class ModelTest : public ::testing::TestWithParam<NamedConfig> {
   ModelTest() : config_(GetParam().config), model_(be_, config_, kBatch, Use::training) { randomise(model_); }
 
   static constexpr int64_t kBatch = 4;
-  TestBackend be_{1};
+  TestBackend be_{{.threads = 1}};
   ModelConfig config_;
   TestModel model_;
 };

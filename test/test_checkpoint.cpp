@@ -114,7 +114,7 @@ class Checkpoints : public ::testing::Test {
     }
   }
 
-  TestBackend be_{1};
+  TestBackend be_{{.threads = 1}};
   std::string out_;
 };
 

@@ -79,7 +79,7 @@ class Experts : public ::testing::TestWithParam<Arch> {
   }
 
   static constexpr int64_t kBatch = 4;
-  TestBackend be_{1};
+  TestBackend be_{{.threads = 1}};
   ModelConfig config_;
   TestModel model_;
 };
@@ -186,7 +186,7 @@ class MoeTest : public ::testing::Test {
     be_.to_device(model_->buffers(), biases.data(), model_->table.buffers_total);
   }
 
-  TestBackend be_{1};
+  TestBackend be_{{.threads = 1}};
   ModelConfig config_;
   std::optional<TestModel> model_;
 };
@@ -354,7 +354,7 @@ class DecoTest : public ::testing::Test {
     });
   }
 
-  TestBackend be_{1};
+  TestBackend be_{{.threads = 1}};
   ModelConfig config_;
   std::optional<TestModel> model_;
 };

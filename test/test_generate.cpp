@@ -162,7 +162,7 @@ class Generate : public ::testing::TestWithParam<Arch> {
     return out;
   }
 
-  TestBackend be_{1};
+  TestBackend be_{{.threads = 1}};
   const ModelConfig config_;
   Model<TestBackend> model_;
 };

@@ -326,7 +326,7 @@ class ChunkedHead : public ::testing::Test {
 
   ChunkedHead() : config_(chunked_config()), model_(be_, config_, 4, Use::training) { model_.initialise(1); }
 
-  TestBackend be_{1};
+  TestBackend be_{{.threads = 1}};
   ModelConfig config_;
   TestModel model_;
 };

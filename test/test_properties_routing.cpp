@@ -69,7 +69,7 @@ class SparseLayer : public ::testing::TestWithParam<Arch> {};
 INSTANTIATE_TEST_SUITE_P(Architectures, SparseLayer, kEveryUnit, param_name);
 
 TEST_P(SparseLayer, LeavesRowsItDidNotSelectUntouched) {
-  TestBackend be(1);
+  TestBackend be({.threads = 1});
   ModelConfig config = small_config(GetParam());
   config.anchors = false, config.dense_prefix = 0;
   config.active_layers = GetParam() == Arch::routed_ffn ? 1 : 2;  // between units lies an attention
@@ -111,7 +111,7 @@ class DenseEquivalent : public ::testing::TestWithParam<Nearness> {
     return c;
   }
 
-  TestBackend be_{1};
+  TestBackend be_{{.threads = 1}};
   TestModel dense_, sparse_;
   const Batch batch_ = random_batch(small_config(Arch::dense), 2);
 };
@@ -160,7 +160,7 @@ class ThresholdRouting : public ::testing::TestWithParam<Arch> {
     learn_thresholds(model_, random_batch(config_, 4));
   }
 
-  TestBackend be_{1};
+  TestBackend be_{{.threads = 1}};
   ModelConfig config_;
   TestModel model_;
 };
@@ -316,7 +316,7 @@ TEST_P(ModelTest, CountsStartAgainAtEveryDenseLayer) {
 // Far stronger than any score, the bias hands out turns: as often as K layers have passed, each token was
 // selected once more.
 int64_t tokens_out_of_turn(double strength, int64_t anchor_stride) {
-  TestBackend be(1);
+  TestBackend be({.threads = 1});
   ModelConfig config = small_config(Arch::xmod);
   config.anchor_stride = anchor_stride;
   config.active_layers = 1 + 2 * (anchor_stride + 1);

@@ -260,7 +260,7 @@ class RoutedModel : public ::testing::TestWithParam<NamedConfig> {
     return all;
   }
 
-  TestBackend be_{1};
+  TestBackend be_{{.threads = 1}};
   ModelConfig config_;
   TestModel model_;
   Batch all_;

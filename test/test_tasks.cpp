@@ -340,7 +340,7 @@ class TaskScoring : public ::testing::TestWithParam<const char*> {
     return copy;
   }
 
-  TestBackend be_{1};
+  TestBackend be_{{.threads = 1}};
   ModelConfig config_;
   TestModel trained_;
 };
