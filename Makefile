@@ -48,7 +48,11 @@ TRAIN_CUDA := $(if $(NVCC),$(patsubst %.cu,%cu,$(wildcard train_xmod.cu)))
 
 FORMATTED := $(wildcard *.cpp *.cu *.h bench/*.cpp bench/*.h xmod/*.cpp xmod/*.h xmod/layers/*.h test/*.cpp test/*.h \
   test/cuda_emulation/*.h test/cuda_emulation/include/*.h)
-TESTS := $(patsubst test/%.cpp,build/%,$(wildcard test/test_*.cpp))
+# Tests that are built a second time, for the CUDA backend.
+ON_CUDA := passes passes_attention passes_experts passes_routing optimizer properties properties_routing \
+  experts reference generate
+CUDA_TESTS := $(ON_CUDA:%=build/test_cuda_%)
+TESTS := $(patsubst test/%.cpp,build/%,$(wildcard test/test_*.cpp)) $(CUDA_TESTS)
 
 .PHONY: all report quickstart test test-programs bench format format-check clean
 
@@ -80,6 +84,9 @@ train_xmodcu: train_xmod.cu | build
 
 # CUDA code of tests runs on the CPU; -rdynamic: messages name kernels.
 build/test_cuda_%: EMULATION := -Itest/cuda_emulation/include -rdynamic
+
+$(CUDA_TESTS): build/test_cuda_%: test/test_%.cpp build/cpu_matmul.o | build
+	$(COMPILE) $(TEST_CXXFLAGS) -DXMOD_TEST_CUDA $(EMULATION) $< $(filter %.o,$^) -o $@ -lgtest -lgtest_main -pthread
 
 build/test_%: test/test_%.cpp build/cpu_matmul.o | build
 	$(COMPILE) $(TEST_CXXFLAGS) $(EMULATION) $< $(filter %.o,$^) -o $@ -lgtest -lgtest_main -pthread

@@ -118,6 +118,17 @@ class CpuBackend : public CpuExpertPasses {
   }
 
   // ------------------------------------------------------------------------------------------------
+  // whole steps
+
+  // Runs work(), which launches the same passes with the same arguments whenever owner (a model), B, T and
+  // scale are the same: a backend may keep what it can of it for the next time. What the host computes in it
+  // may then be left out.
+  template <class Work>
+  void repeat(const void* /*owner*/, int64_t /*B*/, int64_t /*T*/, float /*scale*/, Work work) {
+    work();
+  }
+
+  // ------------------------------------------------------------------------------------------------
   // index tables
 
   void fill_sequence(int32_t* out,  // (n) 0, 1, 2, ...

@@ -358,12 +358,17 @@ inline int report(const std::string& message, int exit_code) {
   return exit_code;
 }
 
-// main: every error a user can cause ends in one line and the exit status.
-template <class Backend>
+// main: every error a user can cause ends in one line and the exit status. Bf16Backend: for --precision bf16.
+template <class Backend, class Bf16Backend = Backend>
 int run_commands(int argc, char** argv) {
   std::signal(SIGXFSZ, SIG_IGN);  // a file at its size limit is an error of write(), not the end
   try {
-    run_command<Backend>(parse_options(argc, argv));
+    const Options options = parse_options(argc, argv);
+    if (options.machine.precision == Precision::bf16) {
+      run_command<Bf16Backend>(options);
+    } else {
+      run_command<Backend>(options);
+    }
     std::cout << std::flush;
     if (!std::cout) fail("cannot write to the standard output; is the disk full?");
     return 0;

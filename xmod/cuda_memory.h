@@ -15,7 +15,8 @@ namespace xmod {
 template <class T>
 class CudaScratch {
  public:
-  CudaScratch() = default;
+  // allocations: counted on whenever the scratch moves
+  explicit CudaScratch(int64_t& allocations) : allocations_(allocations) {}
   ~CudaScratch() { cudaFree(data_); }
   CudaScratch(const CudaScratch&) = delete;
   CudaScratch& operator=(const CudaScratch&) = delete;
@@ -26,12 +27,14 @@ class CudaScratch {
     cuda_check(cudaFree(data_));
     data_ = nullptr;
     size_ = 0;
+    allocations_++;
     cuda_check(cudaMalloc(&data_, static_cast<size_t>(n) * sizeof(T)));
     size_ = n;
     return data_;
   }
 
  private:
+  int64_t& allocations_;
   T* data_ = nullptr;
   int64_t size_ = 0;
 };
@@ -39,15 +42,15 @@ class CudaScratch {
 // Copies in bf16 of whole parameter buffers: what the products read. The masters stay in fp32.
 class Bf16Weights {
  public:
+  explicit Bf16Weights(int64_t& allocations) : allocations_(allocations) {}
+
   // The copy of params (n); a new one where there is none.
   bf16* copy_of(const float* params, int64_t n) {
     for (Copy& copy : copies_) {
       if (copy.params == params && copy.n == n) return copy.weights.reserve(n);
     }
     forget(params);
-    copies_.emplace_back();
-    copies_.back().params = params;
-    copies_.back().n = n;
+    copies_.emplace_back(params, n, allocations_);
     return copies_.back().weights.reserve(n);
   }
 
@@ -67,10 +70,12 @@ class Bf16Weights {
 
  private:
   struct Copy {
-    const float* params = nullptr;
-    int64_t n = 0;
+    Copy(const float* params, int64_t n, int64_t& allocations) : params(params), n(n), weights(allocations) {}
+    const float* params;
+    int64_t n;
     CudaScratch<bf16> weights;
   };
+  int64_t& allocations_;
   std::list<Copy> copies_;
 };
 

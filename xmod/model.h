@@ -86,12 +86,19 @@ class Model {
     start_batch(training_, tokens, targets, B, T);
     ctx_.step_sums = step_sums_.data();
     ctx_.dtoken = loss_scale / static_cast<float>(n_);
-    forward_layers(Routing::topk);
-    const double loss = head_forward_backward(loss_scale);
-    backward_layers();
-    be_.add_row_means(step_sums_.data(), act_->kth_score, sparse_layers, B);
+    auto step = [&] {
+      forward_layers(Routing::topk);
+      head_forward_backward(loss_scale);
+      backward_layers();
+      be_.add_row_means(step_sums_.data(), act_->kth_score, sparse_layers, B);
+    };
+    if (on_selection) {
+      step();
+    } else {
+      be_.repeat(this, B, T, loss_scale, step);
+    }
     step_tokens_ += n_;
-    return loss;
+    return be_.mean(act_->losses, n_);
   }
 
   // Mean loss of tokens (B, T), forward only.
@@ -358,8 +365,8 @@ class Model {
     return be_.mean(act_->losses, n_);
   }
 
-  // The same with the backward pass of the head: leaves dstream.
-  double head_forward_backward(float loss_scale) {
+  // The same with the backward pass of the head: leaves the losses and dstream.
+  void head_forward_backward(float loss_scale) {
     const int64_t d = config.dim, V = config.vocab_size;
     const float dloss = loss_scale / static_cast<float>(n_);
     be_.rmsnorm_forward(act_->final_norm, act_->final_rstd, act_->stream, weight(table.final_norm), n_, d,
@@ -374,7 +381,6 @@ class Model {
     }
     be_.rmsnorm_backward(act_->dstream, gradient(table.final_norm), act_->dfinal, act_->stream,
                          weight(table.final_norm), act_->final_rstd, n_, d);
-    return be_.mean(act_->losses, n_);
   }
 
   // out (rows, V) on the host, from the normalised rows inp (rows, d).

@@ -135,7 +135,11 @@ class StaticSharedMemory {
     size_t bytes = 0;
   };
 
-  static char* here() { return reinterpret_cast<char*>(&running_block); }
+  static char* here() {
+    char* address = reinterpret_cast<char*>(&running_block);
+    asm("" : "+r"(address));  // what lies around it is ours, too
+    return address;
+  }
   static char* begin() { return here() + extent().begin; }
   static const Extent& extent() {
     static const Extent found = find();
@@ -340,13 +344,17 @@ class Block {
     if (!(mask >> running_->lane() & 1)) complain(text("which lacks its own lane %u", running_->lane()));
     if (mask & ~warp.lanes) complain(text("but the warp has lanes 0x%08x only", warp.lanes));
     if (mask & warp.ended) complain(text("but lanes 0x%08x of it have ended", mask & warp.ended));
+    Meeting* found = nullptr;
     for (Meeting& meeting : warp.meetings) {
-      if (meeting.mask == mask && same(meeting.function, function)) return meeting;
-      if (meeting.mask & mask) {
+      if (meeting.mask == mask && same(meeting.function, function)) {
+        found = &meeting;
+      } else if ((meeting.mask >> running_->lane() & 1) &&
+                 (mask & meeting.arrived)) {  // each waits for the other
         complain(text("but lanes 0x%08x wait in %s with mask 0x%08x", meeting.arrived, meeting.function,
                       meeting.mask));
       }
     }
+    if (found) return *found;
     return warp.meetings.emplace_back(Meeting{function, mask, 0, {}});
   }
 

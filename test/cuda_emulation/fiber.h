@@ -3,7 +3,6 @@
 #pragma once
 
 #include <sys/mman.h>
-#include <unistd.h>
 
 #include <cstddef>
 #include <cstdint>
@@ -30,11 +29,10 @@ class Fiber {
   // Begins with entry(), which never returns, when it is first switched to. `number` shifts the stack a
   // little, so that the stacks of many fibers do not meet in the same lines of the cache.
   Fiber(void (*entry)(), size_t number) {
-    const size_t page = static_cast<size_t>(sysconf(_SC_PAGESIZE));
-    bytes_ = kStackBytes + page;
+    bytes_ = kStackBytes + kGuardBytes;
     void* memory =
         mmap(nullptr, bytes_, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
-    if (memory == MAP_FAILED || mprotect(memory, page, PROT_NONE) != 0) {
+    if (memory == MAP_FAILED || mprotect(memory, kGuardBytes, PROT_NONE) != 0) {
       std::perror("cuda emulation: no memory for the stack of a thread");
       std::abort();
     }
@@ -56,6 +54,7 @@ class Fiber {
 
  private:
   static constexpr size_t kStackBytes = 256 << 10;
+  static constexpr size_t kGuardBytes = 1 << 20;  // below: no array of a thread reaches over it
 
   void prepare(void (*entry)(), char* top);
 

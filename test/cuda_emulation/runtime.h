@@ -63,9 +63,10 @@ class Runtime {
     if (s.capture) {
       if (s.capture->broken) return result(cudaErrorStreamCaptureInvalidated);
       s.capture->graph.nodes.push_back({kind, std::move(work)});
+      s.capture->find(&s)->work++;
       return cudaSuccess;
     }
-    if (&s == default_stream && break_captures([](const Capture& c) { return c.origin->blocking; }))
+    if (&s == default_stream && break_captures([](const Capture& c) { return c.origin()->blocking; }))
       return result(cudaErrorStreamCaptureImplicit);
     work();
     return cudaSuccess;
@@ -100,25 +101,35 @@ class Runtime {
   cudaError_t begin_capture(Stream& s, bool relaxed) {
     if (&s == default_stream) return result(cudaErrorStreamCaptureUnsupported);
     if (s.capture) return result(cudaErrorIllegalState);
-    s.capture = std::make_shared<Capture>(Capture{&s, {&s}, relaxed, false, {}});
+    s.capture = std::make_shared<Capture>(Capture{{{&s}}, relaxed, false, {}});
     captures_.push_back(s.capture.get());
     return cudaSuccess;
   }
 
-  void join_capture(Stream& s, const std::shared_ptr<Capture>& capture) {
-    if (s.capture == capture) return;
-    s.capture = capture;
-    capture->streams.push_back(&s);
+  // Stream s waits for what was captured before the event, and is captured with it.
+  void join_capture(Stream& s, const Event& event) {
+    Capture& capture = *event.capture;
+    if (!s.capture) {
+      s.capture = event.capture;
+      capture.members.push_back({&s, 1});
+    }
+    Capture::Member* other = capture.find(event.stream);
+    if (other && event.stream != &s) other->awaited = std::max(other->awaited, event.captured_work);
   }
 
   cudaError_t end_capture(Stream& s, cudaGraph_t* graph) {
     *graph = nullptr;
     if (!s.capture) return result(cudaErrorIllegalState);
-    if (s.capture->origin != &s) return result(cudaErrorStreamCaptureUnmatched);
+    if (s.capture->origin() != &s) return result(cudaErrorStreamCaptureUnmatched);
     const std::shared_ptr<Capture> capture = s.capture;
     std::erase(captures_, capture.get());
-    for (Stream* each : capture->streams) each->capture = nullptr;
+    bool joined = true;
+    for (const Capture::Member& member : capture->members) {
+      member.stream->capture = nullptr;
+      joined &= member.stream == &s || member.awaited == member.work;
+    }
     if (capture->broken) return result(cudaErrorStreamCaptureInvalidated);
+    if (!joined) return result(cudaErrorStreamCaptureUnjoined);
     *graph = new CUgraph_st{{std::move(capture->graph.nodes)}};
     return cudaSuccess;
   }

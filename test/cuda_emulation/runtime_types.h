@@ -125,8 +125,3 @@ struct cudaDeviceProp {
   int ECCEnabled;
   int integrated;
 };
-
-struct cudaFuncAttributes {
-  size_t sharedSizeBytes, constSizeBytes, localSizeBytes;
-  int maxThreadsPerBlock, numRegs, ptxVersion, binaryVersion, maxDynamicSharedSizeBytes;
-};

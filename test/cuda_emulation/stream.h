@@ -3,6 +3,7 @@
 #pragma once
 
 #include <chrono>
+#include <cstdint>
 #include <functional>
 #include <memory>
 #include <utility>
@@ -28,11 +29,24 @@ struct Executable {
 struct Stream;
 
 struct Capture {
-  Stream* origin;
-  std::vector<Stream*> streams;  // origin, and those that joined
+  struct Member {
+    Stream* stream;
+    int64_t work = 0;     // that it got, and its entry
+    int64_t awaited = 0;  // how much of it another member waits for
+  };
+
+  std::vector<Member> members;  // first the stream whose capture it is, then those that joined
   bool relaxed;
   bool broken = false;
   Graph graph;
+
+  Stream* origin() const { return members[0].stream; }
+  Member* find(const Stream* stream) {
+    for (Member& member : members) {
+      if (member.stream == stream) return &member;
+    }
+    return nullptr;
+  }
 };
 
 struct Stream {
@@ -51,6 +65,7 @@ struct Event {
   bool timed = true;
   Stream* stream = nullptr;
   std::shared_ptr<Capture> capture;
+  int64_t captured_work = 0;  // of the stream, until it was recorded
 };
 
 }  // namespace cuda_emulation

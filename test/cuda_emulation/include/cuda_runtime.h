@@ -17,10 +17,12 @@
 #include "../runtime.h"
 #include "../warp_functions.h"
 
+// used: a compiler that believes to see every access would not look for poison, or for what other threads wrote.
+#define __shared__ static thread_local __attribute__((used))
+
 #define __global__
 #define __device__
 #define __host__
-#define __shared__ static thread_local
 #define __grid_constant__
 #define __forceinline__ inline __attribute__((always_inline))
 #define __launch_bounds__(...)
@@ -183,6 +185,7 @@ inline cudaError_t cudaEventRecord(cudaEvent_t event, cudaStream_t stream = null
   event->recorded = true;
   event->stream = &s;
   event->capture = s.capture;
+  if (s.capture) event->captured_work = s.capture->find(&s)->work;
   return cudaSuccess;
 }
 inline cudaError_t cudaEventSynchronize(cudaEvent_t event) {
@@ -203,7 +206,7 @@ inline cudaError_t cudaEventElapsedTime(float* milliseconds, cudaEvent_t begin, 
 }
 inline cudaError_t cudaStreamWaitEvent(cudaStream_t stream, cudaEvent_t event, unsigned = 0) {
   auto& runtime = cuda_emulation::runtime();
-  if (event->capture) runtime.join_capture(runtime.stream(stream), event->capture);
+  if (event->capture) runtime.join_capture(runtime.stream(stream), *event);
   return cudaSuccess;
 }
 
