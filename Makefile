@@ -70,8 +70,9 @@ train_xmod: train_xmod.cpp | build
 train_xmodcu: train_xmod.cu | build
 	$(COMPILE_CUDA) $(CXXFLAGS) -MF build/train_xmodcu.d $< -o $@ -lcublas
 
-# CUDA code of tests runs on the CPU; -rdynamic: messages name kernels.
-build/test_cuda_%: EMULATION := -Itest/cuda_emulation/include -rdynamic
+# CUDA code of tests runs on the CPU. -rdynamic: messages name kernels. A GPU loads no vector that is not aligned.
+ALIGNED := $(if $(call compiles,int main() {},-fsanitize=alignment),-fsanitize=alignment -fno-sanitize-recover=all)
+build/test_cuda_%: EMULATION := -Itest/cuda_emulation/include -rdynamic $(ALIGNED)
 
 build/test_%: test/test_%.cpp | build
 	$(COMPILE) $(TEST_CXXFLAGS) $(EMULATION) $< -o $@ -lgtest -lgtest_main -pthread
