@@ -82,8 +82,9 @@ build/cpu_matmul.o: xmod/cpu_matmul.cpp | build
 train_xmodcu: train_xmod.cu | build
 	$(COMPILE_CUDA) $(CXXFLAGS) -MF build/train_xmodcu.d $< -o $@ -lcublas
 
-# CUDA code of tests runs on the CPU; -rdynamic: messages name kernels.
-build/test_cuda_%: EMULATION := -Itest/cuda_emulation/include -rdynamic
+# CUDA code of tests runs on the CPU. -rdynamic: messages name kernels. A GPU loads no vector that is not aligned.
+ALIGNED := $(if $(call compiles,int main() {},-fsanitize=alignment),-fsanitize=alignment -fno-sanitize-recover=all)
+build/test_cuda_%: EMULATION := -Itest/cuda_emulation/include -rdynamic $(ALIGNED)
 
 $(CUDA_TESTS): build/test_cuda_%: test/test_%.cpp build/cpu_matmul.o | build
 	$(COMPILE) $(TEST_CXXFLAGS) -DXMOD_TEST_CUDA $(EMULATION) $< $(filter %.o,$^) -o $@ -lgtest -lgtest_main -pthread

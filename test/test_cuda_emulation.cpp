@@ -916,7 +916,8 @@ TEST_F(CudaEmulationDeathTest, AWriteOutsideOfAnAllocationStopsTheProgram) {
                  "write_at.*found a write outside of an allocation: .*" + std::to_string(outside) +
                      " bytes from the begin of an allocation of 100 bytes");
   }
-  EXPECT_DEATH(launch(write_at, 1, 1, 0, nullptr, memory, ptrdiff_t{1} << 42), "write_at.*access to memory");
+  EXPECT_DEATH(launch(write_at, 1, 1, 0, nullptr, memory, -(ptrdiff_t{1} << 42)),
+               "write_at.*access to memory");
 }
 
 TEST_F(CudaEmulationDeathTest, AWriteOutsideOfDynamicSharedMemoryStopsTheProgram) {
@@ -926,6 +927,19 @@ TEST_F(CudaEmulationDeathTest, AWriteOutsideOfDynamicSharedMemoryStopsTheProgram
         launch(write_dynamic_at, 1, 1, 51, nullptr, outside),
         "a write outside of dynamic shared memory, " + std::to_string(outside) + " bytes from its begin");
   }
+}
+
+__global__ void load_vector(float4* out, const float* inp, int at) {
+  out[0] = *reinterpret_cast<const float4*>(inp + at);
+}
+
+TEST_F(CudaEmulationDeathTest, AVectorThatIsNotAlignedStopsTheProgram) {
+  const Array<float> inp(Floats{1, 2, 3, 4, 5, 6, 7, 8});
+  const Array<float4> out(1);
+  launch(load_vector, 1, 1, 0, nullptr, out, inp, 4);
+  EXPECT_EQ(out.values()[0].w, 8);
+  EXPECT_DEATH(launch(load_vector, 1, 1, 0, nullptr, out, inp, 1),
+               "to misaligned address|of misaligned address|load_vector.*not aligned to its size");
 }
 
 __global__ void use_much_stack(char* out, int depth) {
@@ -1155,6 +1169,18 @@ TEST_F(CudaEmulationStream, WorkThatTheHostWaitsForCannotBeCaptured) {
   EXPECT_EQ(memory.values(), (Floats{1, 2}));
   EXPECT_EQ(host, 5);
   cuda_check(cudaEventDestroy(event));
+}
+
+using CudaEmulationStreamDeathTest = CudaEmulationStream;
+
+TEST_F(CudaEmulationStreamDeathTest, AGraphMustNotReadAVariableOfAFunction) {
+  const Array<float> memory({1, 2});
+  const auto upload = [&] {
+    const float value = 3;
+    return cudaMemcpyAsync(memory, &value, 4, cudaMemcpyHostToDevice, stream_);
+  };
+  cuda_check(upload());
+  EXPECT_DEATH(capture(upload), "a graph would copy from or to a variable of a function");
 }
 
 // ---------------------------------------------------------------------------------------------------

@@ -8,6 +8,7 @@
 #include <link.h>
 
 #include <algorithm>
+#include <bit>
 #include <cstdint>
 #include <cstring>
 #include <memory>
@@ -84,7 +85,7 @@ struct Thread {
   State state = ready;
   Fiber* fiber = nullptr;  // null until it begins
   const char* waits_in = "";
-  At where;
+  const At* waits_at = nullptr;
 
   // cp.async: what was asked for, and how much of it each commit has seen.
   struct Copy {
@@ -98,19 +99,40 @@ struct Thread {
   unsigned lane() const { return number % kWarp; }
 };
 
+// What the lanes of a meeting brought, each on its stack.
+template <class Brought>
+class Lanes {
+ public:
+  Lanes(void* const* of_lane, unsigned mask) : of_lane_(of_lane), mask_(mask) {}
+
+  Brought& operator[](unsigned lane) const { return *static_cast<Brought*>(of_lane_[lane]); }
+  bool has(unsigned lane) const { return mask_ >> lane & 1; }
+
+  // Calls body(lane) for each of them, in order.
+  template <class Body>
+  void for_each(Body body) const {
+    for (unsigned rest = mask_; rest; rest &= rest - 1) body(static_cast<unsigned>(std::countr_zero(rest)));
+  }
+
+ private:
+  void* const* of_lane_;
+  unsigned mask_;
+};
+
 // Lanes of a warp that came to the same function with the same mask. The last of them computes what all of
 // them take away.
 struct Meeting {
   const char* function;
   unsigned mask;
   unsigned arrived;
-  void* of_lane[kWarp];  // what each lane brings, on its stack
+  void* of_lane[kWarp];
 };
 
 struct Warp {
   unsigned lanes = 0;  // that exist
   unsigned ended = 0;
-  std::vector<Meeting> meetings;
+  unsigned meetings = 0;   // that wait for lanes
+  Meeting meeting[kWarp];  // disjoint ones at most: a lane is in one at a time
 };
 
 class Block;
@@ -241,7 +263,7 @@ class Block {
     }
     if (at_barrier_ > 0) {
       const Thread& other = some_thread(Thread::at_barrier);
-      if (other.where.line != at.line || !same(other.where.file, at.file)) {
+      if (other.waits_at->line != at.line || !same(other.waits_at->file, at.file)) {
         stop_here("divergent barrier: " + name(*running_) + " came to " + function + " at " + text(at) +
                   ", but " + waiting(other));
       }
@@ -253,29 +275,28 @@ class Block {
     }
   }
 
-  // Meets the other lanes of the mask in `function`. The last one calls finish(of_lane, mask), which reads
-  // what all lanes brought and writes their results there.
+  // Meets the other lanes of the mask in `function`. The last one calls finish(lanes), which reads what all
+  // lanes brought and writes their results there.
   template <class Brought>
-  void meet(const char* function, unsigned mask, Brought& brought,
-            void (*finish)(Brought* const (&of_lane)[kWarp], unsigned mask), const At& at) {
+  void meet(const char* function, unsigned mask, Brought& brought, void (*finish)(Lanes<Brought>),
+            const At& at) {
     Warp& warp = warps_[running_->number / kWarp];
     const unsigned lane = running_->lane();
-    Meeting& meeting = join(warp, function, mask, at);
-    meeting.of_lane[lane] = &brought;
-    meeting.arrived |= 1u << lane;
-    if (meeting.arrived != mask) return wait(Thread::in_meeting, function, at);
+    Meeting* meeting = &warp.meeting[0];
+    const bool usual = warp.meetings == 1 && meeting->mask == mask && meeting->function == function;
+    if (!usual || !(mask >> lane & 1)) meeting = &join(warp, function, mask, at);
+    meeting->of_lane[lane] = &brought;
+    meeting->arrived |= 1u << lane;
+    if (meeting->arrived != mask) return wait(Thread::in_meeting, function, at);
 
-    Brought* of_lane[kWarp] = {};
-    for (unsigned i = 0; i < kWarp; i++) {
-      if (mask >> i & 1) of_lane[i] = static_cast<Brought*>(meeting.of_lane[i]);
-    }
-    meeting = warp.meetings.back();
-    warp.meetings.pop_back();
-    finish(of_lane, mask);
-    Thread* const lanes = &threads_[running_->number - lane];
-    for (unsigned i = kWarp; i-- > 0;) {
-      if ((mask >> i & 1) && i != lane) make_ready(lanes[i]);
-    }
+    const Lanes<Brought> lanes(meeting->of_lane, mask);
+    finish(lanes);
+    Thread* const first = &threads_[running_->number - lane];
+    lanes.for_each([&](unsigned i) {
+      if (i != lane) make_ready(first[i]);
+    });
+    const Meeting* last = &warp.meeting[--warp.meetings];
+    if (meeting != last) *meeting = *last;
   }
 
   // Ends the program with a message about the running block.
@@ -308,8 +329,7 @@ class Block {
     threads_.resize(n);
     warps_.resize((n + kWarp - 1) / kWarp);
     for (Warp& warp : warps_) {
-      warp.lanes = warp.ended = 0;
-      warp.meetings.clear();
+      warp.lanes = warp.ended = warp.meetings = 0;
     }
     unsigned number = 0;
     for (unsigned z = 0; z < l.block.z; z++) {
@@ -326,10 +346,11 @@ class Block {
         }
       }
     }
-    ready_.clear();
-    for (unsigned i = n; i-- > 0;) ready_.push_back(&threads_[i]);
+    ready_.resize(n);
+    ready_count_ = n;
+    for (unsigned i = 0; i < n; i++) ready_[i] = &threads_[n - 1 - i];
     if (l.seed != 0) {
-      for (size_t i = ready_.size(); i > 1; i--) std::swap(ready_[i - 1], ready_[dice_.below(i)]);
+      for (unsigned i = n; i > 1; i--) std::swap(ready_[i - 1], ready_[dice_.below(i)]);
     }
   }
 
@@ -345,7 +366,8 @@ class Block {
     if (mask & ~warp.lanes) complain(text("but the warp has lanes 0x%08x only", warp.lanes));
     if (mask & warp.ended) complain(text("but lanes 0x%08x of it have ended", mask & warp.ended));
     Meeting* found = nullptr;
-    for (Meeting& meeting : warp.meetings) {
+    for (Meeting* m = warp.meeting; m < warp.meeting + warp.meetings; m++) {
+      Meeting& meeting = *m;
       if (meeting.mask == mask && same(meeting.function, function)) {
         found = &meeting;
       } else if ((meeting.mask >> running_->lane() & 1) &&
@@ -355,7 +377,11 @@ class Block {
       }
     }
     if (found) return *found;
-    return warp.meetings.emplace_back(Meeting{function, mask, 0, {}});
+    Meeting& fresh = warp.meeting[warp.meetings++];
+    fresh.function = function;
+    fresh.mask = mask;
+    fresh.arrived = 0;
+    return fresh;
   }
 
   // ------------------------------------------------------------------------------------------------
@@ -363,15 +389,13 @@ class Block {
 
   void make_ready(Thread& thread) {
     thread.state = Thread::ready;
-    ready_.push_back(&thread);
+    ready_[ready_count_++] = &thread;
   }
 
   Thread* next_ready() {
-    if (ready_.empty()) return nullptr;
-    if (any_next_) std::swap(ready_[dice_.below(ready_.size())], ready_.back());
-    Thread* next = ready_.back();
-    ready_.pop_back();
-    return next;
+    if (ready_count_ == 0) return nullptr;
+    if (any_next_) std::swap(ready_[dice_.below(ready_count_)], ready_[ready_count_ - 1]);
+    return ready_[--ready_count_];
   }
 
   void begin(Thread* thread) {
@@ -384,7 +408,7 @@ class Block {
     Thread* const me = running_;
     me->state = state;
     me->waits_in = function;
-    me->where = at;
+    me->waits_at = &at;
     Thread* next = next_ready();
     if (!next) stop_all_wait();
     if (!next->fiber) next->fiber = idle_fiber();
@@ -422,7 +446,8 @@ class Block {
       stop_here("divergent barrier: " + name(*running_) + " has ended, but " +
                 waiting(some_thread(Thread::at_barrier)));
     }
-    for (const Meeting& meeting : warp.meetings) {
+    for (unsigned i = 0; i < warp.meetings; i++) {
+      const Meeting& meeting = warp.meeting[i];
       if (meeting.mask & warp.ended) {
         stop_here(name(*running_) + text(" has ended, but lanes 0x%08x wait for it in %s with mask 0x%08x",
                                          meeting.arrived, meeting.function, meeting.mask));
@@ -447,7 +472,7 @@ class Block {
     return text("thread (%u,%u,%u)", t.index.x, t.index.y, t.index.z);
   }
   static std::string waiting(const Thread& t) {
-    return name(t) + " waits in " + t.waits_in + " at " + text(t.where);
+    return name(t) + " waits in " + t.waits_in + " at " + text(*t.waits_at);
   }
   const Thread& some_thread(Thread::State state) const {
     for (const Thread& thread : threads_) {
@@ -462,7 +487,9 @@ class Block {
       message = "divergent barrier: " + waiting(some_thread(Thread::at_barrier)) + ", but ";
     const Thread& other = some_thread(Thread::in_meeting);
     message += waiting(other);
-    for (const Meeting& meeting : warps_[other.number / kWarp].meetings) {
+    const Warp& warp = warps_[other.number / kWarp];
+    for (unsigned i = 0; i < warp.meetings; i++) {
+      const Meeting& meeting = warp.meeting[i];
       if (meeting.arrived >> other.lane() & 1)
         message += text(" for lanes 0x%08x of its warp, which do not come", meeting.mask & ~meeting.arrived);
     }
@@ -477,7 +504,8 @@ class Block {
   size_t ended_ = 0, at_barrier_ = 0;
   std::vector<Thread> threads_;
   std::vector<Warp> warps_;
-  std::vector<Thread*> ready_;
+  std::vector<Thread*> ready_;  // the first ready_count_ of them
+  size_t ready_count_ = 0;
   DynamicSharedMemory dynamic_;
   Fiber host_;
   std::vector<std::unique_ptr<Fiber>> fibers_;

@@ -150,6 +150,13 @@ inline bool valid_range(const void* data, size_t bytes, bool on_device) {
   return on_device ? memory.allocated(data, bytes) : !memory.contains(data);
 }
 
+// Whether it lies on the stack of the function that called, or above: gone when a graph is launched.
+inline bool on_stack(const void* address) {
+  const auto at = reinterpret_cast<uintptr_t>(address);
+  const auto here = reinterpret_cast<uintptr_t>(__builtin_frame_address(0));
+  return at >= here && at - here < (uintptr_t{8} << 20);
+}
+
 // What a copy to the host writes arrives when the host waits for the stream; until then it is poison.
 inline cudaError_t copy(void* to, const void* from, size_t bytes, cudaMemcpyKind kind, cudaStream_t on) {
   if (bytes == 0) return cudaSuccess;
@@ -161,6 +168,10 @@ inline cudaError_t copy(void* to, const void* from, size_t bytes, cudaMemcpyKind
                                : kind == cudaMemcpyDeviceToHost || kind == cudaMemcpyDeviceToDevice;
   if (!valid_range(to, bytes, to_device) || !valid_range(from, bytes, from_device))
     return runtime().result(cudaErrorInvalidValue);
+  if (runtime().stream(on).capture && (on_stack(to) || on_stack(from)))
+    stop(
+        "a graph would copy from or to a variable of a function that has returned when the graph is "
+        "launched");
   const auto work = [=] {
     const DeviceMemory::Access access(runtime().memory);
     if (to_device || !from_device) {

@@ -178,6 +178,9 @@ class DeviceMemory {
     if (running_block->fiber_of(address)) {
       running_block->stop_thread(text("a thread needs more than its stack"));
     }
+    if (fault->si_code == SI_KERNEL)
+      running_block->stop_thread(
+          "access to a vector that is not aligned to its size, or to no address at all");
     running_block->stop_thread("access to memory at " + memory.describe(address));
   }
 

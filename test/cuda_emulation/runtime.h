@@ -2,6 +2,7 @@
 #pragma once
 
 #include <algorithm>
+#include <chrono>
 #include <cstdlib>
 #include <functional>
 #include <map>
@@ -153,18 +154,7 @@ class Runtime {
     launches++;
     const DeviceMemory::Access access(memory);
     launch.seed = thread_order == 0 ? 0 : Dice(thread_order + static_cast<uint64_t>(launches)).word() | 1;
-    const size_t n = launch.blocks();
-    const BlockOrder order(n, launch.seed);
-    const int threads = worth_sharing(launch) ? most_threads() : 1;
-    while (static_cast<int>(blocks_.size()) < threads) blocks_.push_back(std::make_unique<Block>());
-#pragma omp parallel for schedule(dynamic) num_threads(threads) if (threads > 1)
-    for (size_t i = 0; i < n; i++) {
-      const size_t at = order.block(i);
-      const uint3 index = {static_cast<unsigned>(at % launch.grid.x),
-                           static_cast<unsigned>(at / launch.grid.x % launch.grid.y),
-                           static_cast<unsigned>(at / launch.grid.x / launch.grid.y)};
-      blocks_[threads > 1 ? static_cast<size_t>(thread_number()) : 0]->run(launch, index);
-    }
+    run_blocks(launch, BlockOrder(launch.blocks(), launch.seed));
     memory.check([&] { return kernel_name(launch.address); });
   }
 
@@ -185,9 +175,30 @@ class Runtime {
     size_t n_, start_ = 0, step_ = 1;
   };
 
-  static bool worth_sharing(const Launch& launch) {
-    return launch.blocks() > 1 && launch.blocks() * launch.threads() >= 4096;
+  // The machine's threads share the blocks, if the first blocks show that it is worth the while.
+  void run_blocks(const Launch& launch, const BlockOrder& order) {
+    constexpr auto kLong = std::chrono::microseconds(500);
+    const int threads = most_threads();
+    while (static_cast<int>(blocks_.size()) < threads) blocks_.push_back(std::make_unique<Block>());
+    const auto begin = std::chrono::steady_clock::now();
+    const size_t n = launch.blocks();
+    size_t done = 0;
+    bool share = false;
+    while (done < n && !share) {
+      run_block(launch, order.block(done++), 0);
+      if (threads > 1) share = (n - done) * (std::chrono::steady_clock::now() - begin) > done * kLong;
+    }
+#pragma omp parallel for schedule(dynamic) num_threads(threads) if (share)
+    for (size_t i = done; i < n; i++) run_block(launch, order.block(i), share ? thread_number() : 0);
   }
+
+  void run_block(const Launch& launch, size_t number, int thread) {
+    const size_t x = launch.grid.x, y = launch.grid.y;
+    const uint3 index = {static_cast<unsigned>(number % x), static_cast<unsigned>(number / x % y),
+                         static_cast<unsigned>(number / x / y)};
+    blocks_[static_cast<size_t>(thread)]->run(launch, index);
+  }
+
 #ifdef _OPENMP
   static int most_threads() {
     return omp_in_parallel() ? 1 : omp_get_max_threads();

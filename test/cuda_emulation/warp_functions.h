@@ -2,6 +2,7 @@
 #pragma once
 
 #include <algorithm>
+#include <bit>
 #include <cstdint>
 #include <cstring>
 #include <type_traits>
@@ -11,40 +12,29 @@
 
 namespace cuda_emulation {
 
-// Calls body(lane) for the lanes of the mask.
-template <class Body>
-void for_lanes(unsigned mask, Body body) {
-  for (unsigned lane = 0; lane < kWarp; lane++) {
-    if (mask >> lane & 1) body(lane);
-  }
-}
-
 // ---------------------------------------------------------------------------------------------------
 // Shuffles
-
-template <class T>
-struct Shuffled {
-  T value, result;
-  unsigned from;
-};
 
 // The value of lane `from`. A lane outside of the mask brings nothing: what is taken from it is poison.
 template <class T>
 T shuffle(const char* function, unsigned mask, T value, unsigned from, const At& at) {
   static_assert(sizeof(T) == 2 || sizeof(T) == 4 || sizeof(T) == 8, "shuffles move 2, 4 or 8 bytes");
-  using S = Shuffled<T>;
-  S brought{value, value, from};
-  const auto finish = [](S* const(&of_lane)[kWarp], unsigned m) {
-    for_lanes(m, [&](unsigned lane) {
-      S& s = *of_lane[lane];
-      if (m >> s.from & 1) {
-        s.result = of_lane[s.from]->value;
+  struct Brought {
+    T value, result;
+    unsigned from;
+  };
+  Brought brought{value, value, from};
+  const auto finish = [](Lanes<Brought> lanes) {
+    lanes.for_each([&](unsigned lane) {
+      Brought& mine = lanes[lane];
+      if (lanes.has(mine.from)) {
+        mine.result = lanes[mine.from].value;
       } else {
-        poison(&s.result, sizeof(T));
+        poison(&mine.result, sizeof(T));
       }
     });
   };
-  current_block().meet<S>(function, mask, brought, finish, at);
+  current_block().meet<Brought>(function, mask, brought, finish, at);
   return brought.result;
 }
 
@@ -62,100 +52,119 @@ auto promoted(T value) {
 // Votes and reductions
 
 template <class T>
-struct Voted {
+struct Vote {
   T value, result;
 };
 
 // Every lane gets combine(values of the lanes of the mask, in order).
 template <class T, class Combine>
 T reduce(const char* function, unsigned mask, T value, Combine, const At& at) {
-  using V = Voted<T>;
-  V brought{value, value};
-  const auto finish = [](V* const(&of_lane)[kWarp], unsigned m) {
+  Vote<T> brought{value, value};
+  const auto finish = [](Lanes<Vote<T>> lanes) {
     T total{};
     bool first = true;
-    for_lanes(m, [&](unsigned lane) {
-      total = first ? of_lane[lane]->value : Combine{}(total, of_lane[lane]->value);
+    lanes.for_each([&](unsigned lane) {
+      total = first ? lanes[lane].value : Combine{}(total, lanes[lane].value);
       first = false;
     });
-    for_lanes(m, [&](unsigned lane) { of_lane[lane]->result = total; });
+    lanes.for_each([&](unsigned lane) { lanes[lane].result = total; });
   };
-  current_block().meet<V>(function, mask, brought, finish, at);
+  current_block().meet<Vote<T>>(function, mask, brought, finish, at);
   return brought.result;
 }
 
 inline unsigned ballot(const char* function, unsigned mask, bool vote, const At& at) {
-  using V = Voted<unsigned>;
-  V brought{vote, 0};
-  const auto finish = [](V* const(&of_lane)[kWarp], unsigned m) {
+  Vote<unsigned> brought{vote, 0};
+  const auto finish = [](Lanes<Vote<unsigned>> lanes) {
     unsigned votes = 0;
-    for_lanes(m, [&](unsigned lane) { votes |= of_lane[lane]->value << lane; });
-    for_lanes(m, [&](unsigned lane) { of_lane[lane]->result = votes; });
+    lanes.for_each([&](unsigned lane) { votes |= lanes[lane].value << lane; });
+    lanes.for_each([&](unsigned lane) { lanes[lane].result = votes; });
   };
-  current_block().meet<V>(function, mask, brought, finish, at);
+  current_block().meet<Vote<unsigned>>(function, mask, brought, finish, at);
   return brought.result;
 }
 
 template <class T>
 unsigned match_any(const char* function, unsigned mask, T value, const At& at) {
-  struct Matched {
+  struct Brought {
     T value;
     unsigned result;
   };
-  Matched brought{value, 0};
-  const auto finish = [](Matched* const(&of_lane)[kWarp], unsigned m) {
-    for_lanes(m, [&](unsigned lane) {
-      for_lanes(m, [&](unsigned other) {
-        if (of_lane[other]->value == of_lane[lane]->value) of_lane[lane]->result |= 1u << other;
+  Brought brought{value, 0};
+  const auto finish = [](Lanes<Brought> lanes) {
+    lanes.for_each([&](unsigned lane) {
+      lanes.for_each([&](unsigned other) {
+        if (lanes[other].value == lanes[lane].value) lanes[lane].result |= 1u << other;
       });
     });
   };
-  current_block().meet<Matched>(function, mask, brought, finish, at);
+  current_block().meet<Brought>(function, mask, brought, finish, at);
   return brought.result;
 }
 
 // ---------------------------------------------------------------------------------------------------
 // Matrices. Group g = lane / 4 and place t = lane % 4 say what a lane holds.
 
-inline float bf16_to_float(uint16_t bits) {
-  return std::bit_cast<float>(uint32_t{bits} << 16);
-}
-inline uint16_t half_of(uint32_t word, unsigned half) {
-  return static_cast<uint16_t>(word >> 16 * half);
-}
+constexpr unsigned kAllLanes = 0xffffffffu;
+
+// The two bf16 of a register.
+struct Pair {
+  float low, high;
+  explicit Pair(uint32_t word)
+      : low(std::bit_cast<float>(word << 16)), high(std::bit_cast<float>(word & 0xffff0000u)) {}
+};
 
 // d (16, 8) += a (16, 16) b (16, 8)
+struct MatrixProduct {
+  typedef float Row __attribute__((vector_size(8 * sizeof(float))));
+
+  float a[16][16];
+  Row b[16], d[16];
+
+  void multiply() {
+    for (int row = 0; row < 16; row += 4) {  // four at a time: each is a chain of additions
+      Row d0 = d[row], d1 = d[row + 1], d2 = d[row + 2], d3 = d[row + 3];
+      for (int k = 0; k < 16; k++) {
+        d0 += a[row][k] * b[k];
+        d1 += a[row + 1][k] * b[k];
+        d2 += a[row + 2][k] * b[k];
+        d3 += a[row + 3][k] * b[k];
+      }
+      d[row] = d0, d[row + 1] = d1, d[row + 2] = d2, d[row + 3] = d3;
+    }
+  }
+};
+
 inline void mma_m16n8k16(float (&d)[4], const uint32_t (&a)[4], const uint32_t (&b)[2],
                          const At& at = At::current()) {
   struct Fragments {
-    float (&d)[4];
-    const uint32_t (&a)[4];
-    const uint32_t (&b)[2];
+    float* d;
+    const uint32_t *a, *b;
   };
   Fragments brought{d, a, b};
-  const auto finish = [](Fragments* const(&of_lane)[kWarp], unsigned) {
-    float A[16][16], B[16][8], D[16][8];
+  const auto finish = [](Lanes<Fragments> lanes) {
+    MatrixProduct p;
     for (unsigned lane = 0; lane < kWarp; lane++) {
       const unsigned g = lane / 4, t = lane % 4;
-      const Fragments& f = *of_lane[lane];
-      for (unsigned half = 0; half < 2; half++) {
-        for (unsigned i = 0; i < 4; i++)
-          A[g + 8 * (i % 2)][2 * t + 8 * (i / 2) + half] = bf16_to_float(half_of(f.a[i], half));
-        for (unsigned i = 0; i < 2; i++) B[2 * t + 8 * i + half][g] = bf16_to_float(half_of(f.b[i], half));
-        for (unsigned i = 0; i < 2; i++) D[g + 8 * i][2 * t + half] = f.d[2 * i + half];
+      const Fragments& f = lanes[lane];
+      for (unsigned i = 0; i < 4; i++) {
+        const Pair pair(f.a[i]);
+        float* to = &p.a[g + 8 * (i % 2)][2 * t + 8 * (i / 2)];
+        to[0] = pair.low, to[1] = pair.high;
+      }
+      for (unsigned i = 0; i < 2; i++) {
+        const Pair pair(f.b[i]);
+        p.b[2 * t + 8 * i][g] = pair.low, p.b[2 * t + 8 * i + 1][g] = pair.high;
+        p.d[g + 8 * i][2 * t] = f.d[2 * i], p.d[g + 8 * i][2 * t + 1] = f.d[2 * i + 1];
       }
     }
-    for (int row = 0; row < 16; row++) {
-      for (int k = 0; k < 16; k++) {
-        for (int col = 0; col < 8; col++) D[row][col] += A[row][k] * B[k][col];
-      }
-    }
+    p.multiply();
     for (unsigned lane = 0; lane < kWarp; lane++) {
       const unsigned g = lane / 4, t = lane % 4;
-      for (unsigned i = 0; i < 4; i++) of_lane[lane]->d[i] = D[g + 8 * (i / 2)][2 * t + i % 2];
+      for (unsigned i = 0; i < 4; i++) lanes[lane].d[i] = p.d[g + 8 * (i / 2)][2 * t + i % 2];
     }
   };
-  current_block().meet<Fragments>("mma_m16n8k16", ~0u, brought, finish, at);
+  current_block().meet<Fragments>("mma_m16n8k16", kAllLanes, brought, finish, at);
 }
 
 inline void expect_shared(const char* function, const void* address) {
@@ -168,25 +177,26 @@ inline void expect_shared(const char* function, const void* address) {
 // Lane 8i + j brings row j of matrix i; lane (g, t) takes elements 2t, 2t+1 of row g of each, or of column g.
 template <unsigned Matrices, bool Transpose>
 void ldmatrix(const char* function, uint32_t (&r)[Matrices], const void* row, const At& at) {
-  struct Rows {
-    const void* row;
-    uint32_t (&r)[Matrices];
+  struct Brought {
+    const char* row;
+    uint32_t* r;
   };
   if (current_block().lane() < 8 * Matrices) expect_shared(function, row);
-  Rows brought{row, r};
-  const auto finish = [](Rows* const(&of_lane)[kWarp], unsigned) {
-    uint16_t matrix[Matrices][8][8];
-    for (unsigned i = 0; i < 8 * Matrices; i++) std::memcpy(matrix[i / 8][i % 8], of_lane[i]->row, 16);
-    for (unsigned lane = 0; lane < kWarp; lane++) {
-      const unsigned g = lane / 4, t = lane % 4;
-      for (unsigned i = 0; i < Matrices; i++) {
-        const uint16_t low = Transpose ? matrix[i][2 * t][g] : matrix[i][g][2 * t];
-        const uint16_t high = Transpose ? matrix[i][2 * t + 1][g] : matrix[i][g][2 * t + 1];
-        of_lane[lane]->r[i] = low | uint32_t{high} << 16;
+  Brought brought{static_cast<const char*>(row), r};
+  const auto finish = [](Lanes<Brought> lanes) {
+    for (unsigned i = 0; i < Matrices; i++) {
+      uint16_t matrix[8][8];
+      for (unsigned row = 0; row < 8; row++)
+        std::memcpy(matrix[row], lanes[8 * i + row].row, sizeof matrix[row]);
+      for (unsigned lane = 0; lane < kWarp; lane++) {
+        const unsigned g = lane / 4, t = lane % 4;
+        const uint32_t low = Transpose ? matrix[2 * t][g] : matrix[g][2 * t];
+        const uint32_t high = Transpose ? matrix[2 * t + 1][g] : matrix[g][2 * t + 1];
+        lanes[lane].r[i] = low | high << 16;
       }
     }
   };
-  current_block().meet<Rows>(function, ~0u, brought, finish, at);
+  current_block().meet<Brought>(function, kAllLanes, brought, finish, at);
 }
 
 inline void ldmatrix_x4(uint32_t (&r)[4], const void* shared, const At& at = At::current()) {
