@@ -13,6 +13,7 @@ import shutil
 import signal
 import struct
 import subprocess
+import sys
 import tempfile
 import time
 import unittest
@@ -289,6 +290,17 @@ class ResumeTest(TrainingTest):
             self.finish(out, threads=threads, keep_checkpoints=100)
             self.assert_same_record(out, expected)
 
+    def test_computing_activations_again_goes_on_alike(self):
+        for name, changes in {"xmod": {}, **OTHERS}.items():
+            with self.subTest(name):
+                out = self.train(name, **changes, keep_checkpoints=100)
+                expected = record(out)
+                for recompute in "ffn", "block":
+                    for step in range(24, 31, 3):
+                        shutil.rmtree(out / f"step_{step:08}")
+                    self.finish(out, **changes, recompute=recompute, keep_checkpoints=100)
+                    self.assert_same_record(out, expected)
+
     def test_two_runs_at_a_time(self):
         out = self.train(steps=3)
         expected = record(out)
@@ -431,6 +443,51 @@ class RunTest(TrainingTest):
         self.assert_same_record(out, record(self.folder / "out_2"))  # the width makes no difference
         self.expect_error(["token 0 has id 50256", "--vocab-size"],
                           *self.arguments(train_data=self.folder / "gpt2_2.bin", vocab_size=50256, out="none"))
+
+
+class MemoryTest(TrainingTest):
+    """The memory that plan promises against the peak that a run, validation and checkpoint included, really takes."""
+
+    # A process of its own starts the run: a child's peak is never below that of the one which started it.
+    PEAK = """if True:
+        import resource, subprocess, sys
+        subprocess.run(sys.argv[1:], stdout=subprocess.DEVNULL, check=True)
+        print(resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss)"""
+
+    def peak_bytes(self, *arguments):
+        run = subprocess.run([sys.executable, "-S", "-c", self.PEAK, BINARY, *map(str, arguments)], cwd=self.folder,
+                             capture_output=True, text=True, env={**os.environ, "OMP_WAIT_POLICY": "passive"})
+        self.assertEqual(run.stderr, "")
+        return 1024 * int(run.stdout)
+
+    @unittest.skipUnless(sys.platform == "linux", "ru_maxrss is in kilobytes on Linux only")
+    def test_plan_knows_the_peak(self):
+        shape = {"dim": 192, "heads": 4, "kv_heads": 2, "head_dim": 48, "ffn_dim": 768, "vocab_size": 2048,
+                 "seq_len": 512, "active_layers": 5, "batch_size": 3, "threads": 2}
+        wide = {"dim": 64, "head_dim": 16, "ffn_dim": 8192, "seq_len": 64, "active_layers": 2, "batch_size": 1}
+        long = {"dim": 32, "kv_heads": 4, "ffn_dim": 32, "vocab_size": 256, "seq_len": 2048, "active_layers": 2,
+                "batch_size": 1, "threads": 3}
+        write_shard(self.folder / "long.bin", [i * i % 256 for i in range(10000)])
+        totals = {}
+        for name, changes in {"dense": DENSE,
+                              "dense, ffn": {**DENSE, "recompute": "ffn"},
+                              "dense, block": {**DENSE, "recompute": "block"},
+                              "xmod": {"token_sparsity": 4},
+                              "xmod, block": {"token_sparsity": 4, "recompute": "block"},
+                              "moe, block": {**MOE, "expert_bias_rate": None, "expert_dim": 192, "recompute": "block"},
+                              "much for Muon": {**DENSE, **wide},
+                              "no Muon": {**DENSE, **wide, "optimizer": "adamw", "threads": 1},
+                              "much for attention": {**DENSE, **long}}.items():
+            with self.subTest(name):
+                options = {**MODEL, **shape, **changes}
+                memory = json.loads(self.succeed("plan", *flags(options), "--json"))["memory"]
+                totals[name] = memory["total"]
+                peak = self.peak_bytes(*self.arguments(**options, train_data=self.folder / "long.bin",
+                                                       val_data=self.folder / "long.bin", steps=1,
+                                                       out=self.folder / name))
+                self.assertAlmostEqual(memory["total"] / peak, 1, delta=0.05)
+        self.assertLess(totals["dense, block"], 0.8 * totals["dense, ffn"])
+        self.assertLess(totals["dense, ffn"], 0.8 * totals["dense"])
 
 
 class OtherArchitecturesTest(TrainingTest):
