@@ -487,7 +487,7 @@ TEST(Memory, EachThreadTakesItsShare) {
     const nlohmann::json memory = memory_of(c, Recompute::none, 2, threads);
     const int64_t working = memory["working memory of the passes"].get<int64_t>();
     EXPECT_GE(working, before + MatmulScratch::bytes(1));
-    EXPECT_EQ(memory["program and libraries"], TestBackend::program_bytes(threads));
+    EXPECT_EQ(memory["program, libraries, threads' stacks"], TestBackend::program_bytes(threads));
     before = working;
   }
 }

@@ -183,7 +183,7 @@ MemoryEstimate training_memory(const ModelConfig& c, const RunSize& run) {
       {"working memory of the passes", Backend::pass_bytes(c, B, Use::training, threads)},
       {"working memory of Muon", Backend::muon_bytes(muon_shapes(table, optimizer), threads)},
       {"batches, a piece of a checkpoint", detail::host_bytes(c, table, B)},
-      {"program and libraries", Backend::program_bytes(threads)},
+      {"program, libraries, threads' stacks", Backend::program_bytes(threads)},
   };
   memory.groups.insert(memory.groups.end(), std::begin(rest), std::end(rest));
   return memory;
