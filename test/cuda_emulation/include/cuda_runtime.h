@@ -17,7 +17,8 @@
 #include "../runtime.h"
 #include "../warp_functions.h"
 
-// used: a compiler that believes to see every access would not look for poison, or for what other threads wrote.
+// used: a compiler that believes to see every access would not look for poison, or for what other threads
+// wrote.
 #define __shared__ static thread_local __attribute__((used))
 
 #define __global__
