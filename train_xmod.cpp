@@ -671,7 +671,7 @@ class CpuBackend : public CpuExpertPasses {
                          const int32_t* own_key,     // (nq) row of k, or null
                          const int64_t* q_offsets,   // (B+1)
                          const int64_t* kv_offsets,  // (B+1)
-                         int64_t /*nq*/, int64_t /*nk*/, int64_t B, int64_t H, int64_t KV, int64_t hd) {
+                         int64_t /*nq*/, int64_t B, int64_t H, int64_t KV, int64_t hd) {
     xmod::attention_forward(out, lse, q, k, v, v_stride, own_key, q_offsets, kv_offsets, B, H, KV, hd,
                             attention_scratch_);
   }

@@ -377,9 +377,9 @@ class CudaBackend {
 
   void attention_forward(floatX* out, float* lse, const floatX* q, const floatX* k, const floatX* v,
                          int64_t v_stride, const int32_t* own_key, const int64_t* q_offsets,
-                         const int64_t* kv_offsets, int64_t nq, int64_t nk, int64_t B, int64_t H, int64_t KV,
+                         const int64_t* kv_offsets, int64_t nq, int64_t B, int64_t H, int64_t KV,
                          int64_t hd) {
-    cuda_attention_forward(out, lse, q, k, v, v_stride, own_key, q_offsets, kv_offsets, nq, nk, B, H, KV, hd,
+    cuda_attention_forward(out, lse, q, k, v, v_stride, own_key, q_offsets, kv_offsets, nq, B, H, KV, hd,
                            stream_.get());
   }
 
@@ -389,7 +389,8 @@ class CudaBackend {
                           const int64_t* q_offsets, const int64_t* kv_offsets, int64_t nq, int64_t nk,
                           int64_t B, int64_t H, int64_t KV, int64_t hd) {
     cuda_attention_backward(dq, dk, dv, dv_stride, dout, q, k, v, v_stride, out, lse, own_key, q_offsets,
-                            kv_offsets, nq, nk, B, H, KV, hd, stream_.get());
+                            kv_offsets, nq, nk, B, H, KV, hd,
+                            attention_.reserve(cuda_attention_workspace_bytes(nq, H)), stream_.get());
   }
 
   // ------------------------------------------------------------------------------------------------
@@ -863,6 +864,7 @@ class CudaBackend {
   CudaScratch<int32_t> order_{allocations_}, counts_{allocations_};
   CudaScratch<int64_t> offsets_{allocations_};
   CudaScratch<floatX> factor_{allocations_}, weight_{allocations_};  // fp32 numbers as factors
+  CudaScratch<unsigned char> attention_{allocations_};
   CudaScratch<double> muon_squares_{allocations_};
   CudaScratch<floatX> muon_x_{allocations_}, muon_next_{allocations_}, muon_gram_{allocations_},
       muon_polynomial_{allocations_};

@@ -424,7 +424,7 @@ TEST_F(PassTest, AttentionForwardAndBackward) {
     auto q = holding(floats(x.q)), k = holding(floats(x.k)), qkv = holding(fused_values(h, x.v));
     auto rows = holding(offsets);
     const int64_t qk = (h.H + h.KV) * h.hd;
-    be_.attention_forward(out, lse, q, k, qkv.data() + qk, h.qkv(), nullptr, rows, rows, n, n, B, h.H, h.KV,
+    be_.attention_forward(out, lse, q, k, qkv.data() + qk, h.qkv(), nullptr, rows, rows, n, B, h.H, h.KV,
                           h.hd);
     be_.attention_backward(dq, dk, dqkv.data() + qk, h.qkv(), holding(dout), q, k, qkv.data() + qk, h.qkv(),
                            out, lse, nullptr, rows, rows, n, n, B, h.H, h.KV, h.hd);
@@ -469,7 +469,7 @@ TEST_F(PassTest, AttentionOfSomeQueries) {
     auto q_rows = holding(q_offsets), rows = holding(offsets);
     auto own_key = holding(chosen);
     const int64_t kv = h.KV * h.hd;
-    be_.attention_forward(out, lse, q, k, v, kv, own_key, q_rows, rows, nq, n, B, h.H, h.KV, h.hd);
+    be_.attention_forward(out, lse, q, k, v, kv, own_key, q_rows, rows, nq, B, h.H, h.KV, h.hd);
     be_.attention_backward(dq, dk, dv, kv, holding(some_dout), q, k, v, kv, out, lse, own_key, q_rows, rows,
                            nq, n, B, h.H, h.KV, h.hd);
 
@@ -498,7 +498,7 @@ TEST_F(PassTest, AttentionDoesNotDependOnThreads) {
       const Guarded<float> q(be, floats(x.q)), k(be, floats(x.k)), qkv(be, fused_values(h, x.v));
       const Guarded<int64_t> rows(be, c.offsets());
       const int64_t qk = (h.H + h.KV) * h.hd;
-      be.attention_forward(out, lse, q, k, qkv.data() + qk, h.qkv(), nullptr, rows, rows, n, n, B, h.H, h.KV,
+      be.attention_forward(out, lse, q, k, qkv.data() + qk, h.qkv(), nullptr, rows, rows, n, B, h.H, h.KV,
                            h.hd);
       be.attention_backward(dq, dk, dqkv.data() + qk, h.qkv(), q, q, k, qkv.data() + qk, h.qkv(), out, lse,
                             nullptr, rows, rows, n, n, B, h.H, h.KV, h.hd);

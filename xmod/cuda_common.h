@@ -163,6 +163,14 @@ __device__ inline void ldmatrix_x2_trans(uint32_t (&r)[2], const void* shared) {
                : "memory");
 }
 
+// 2^x to 2 units in the last place; what is below 2^-126 becomes 0, for which exp2f takes several
+// instructions more.
+__device__ inline float exp2_flushed(float x) {
+  float result;
+  asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(result) : "f"(x));
+  return result;
+}
+
 // Starts to copy 16 bytes, aligned to 16, to shared memory; zeros where not valid, and then nothing is read.
 __device__ inline void cp_async_16(void* shared, const void* global, bool valid) {
   asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(detail::shared_address(shared)),
@@ -190,6 +198,11 @@ using cuda_emulation::ldmatrix_x2_trans;
 using cuda_emulation::ldmatrix_x4;
 using cuda_emulation::ldmatrix_x4_trans;
 using cuda_emulation::mma_m16n8k16;
+
+inline float exp2_flushed(float x) {
+  const float result = exp2f(x);
+  return result < 0x1p-126f ? 0.0f : result;
+}
 
 #endif
 

@@ -23,7 +23,6 @@ struct KeysValues {
   const int32_t* own_key =
       nullptr;  // (n) the key of each new token; null: keys are the new tokens themselves
   const int64_t* offsets = nullptr;  // (B+1) where each sequence's keys begin
-  int64_t n = 0;                     // keys of all sequences
 };
 
 // One layer's cache of B sequences, which may have any lengths. It grows as tokens come.
@@ -50,7 +49,7 @@ class LayerCache {
     be_.to_device(slot_->data(), slots.data(), rows.n);
     be_.scatter_rows(k_->data(), k, width_, slot_->data(), rows.n, width_);
     be_.scatter_rows(v_->data(), v, v_stride, slot_->data(), rows.n, width_);
-    return {k_->data(), v_->data(), width_, slot_->data(), offsets_->data(), B_ * capacity_};
+    return {k_->data(), v_->data(), width_, slot_->data(), offsets_->data()};
   }
 
   void forget(int64_t sequence) { count_[sequence] = 0; }

@@ -38,7 +38,7 @@ struct LayerContext {
   // The keys and values that the tokens `rows` attend to: their own, behind those of a cache if there is one.
   KeysValues<floatX> keys_values(const floatX* k, const floatX* v, int64_t v_stride, const Rows& rows) const {
     if (cache) return cache->append(k, v, v_stride, rows);
-    return {k, v, v_stride, nullptr, rows.offsets, rows.n};
+    return {k, v, v_stride, nullptr, rows.offsets};
   }
 
   // dinp = dout W (or added to it), dW += dout^T inp

@@ -95,7 +95,7 @@ struct SelectedQAttention : AttentionParameters {
       own_key = a.own_key;
     }
     be.attention_forward(a.attn, a.lse, a.q, kv.k, kv.v, kv.v_stride, own_key, rows.offsets, kv.offsets,
-                         rows.n, kv.n, ctx.B, c.heads, c.kv_heads, c.head_dim);
+                         rows.n, ctx.B, c.heads, c.kv_heads, c.head_dim);
   }
 
   // From ddelta (n, d): the gradients of the parameters. What reaches x through the norm is added to the

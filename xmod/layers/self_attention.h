@@ -103,7 +103,7 @@ struct SelfAttention : AttentionParameters {
                             rows.position, rows.n, c.seq_len, c.heads, c.kv_heads, c.head_dim, ctx.eps());
     const KeysValues<floatX> kv = ctx.keys_values(a.k, values(a.qkv, c), c.qkv_dim(), rows);
     be.attention_forward(a.attn, a.lse, a.q, kv.k, kv.v, kv.v_stride, kv.own_key, rows.offsets, kv.offsets,
-                         rows.n, kv.n, ctx.B, c.heads, c.kv_heads, c.head_dim);
+                         rows.n, ctx.B, c.heads, c.kv_heads, c.head_dim);
   }
 
   // From ddelta (n, d): the gradients of the parameters; dx (n, d) += d(x).
