@@ -328,18 +328,26 @@ class CudaBackend {
                        const float* weight, int64_t n, int64_t C, int64_t OC) {
     backward_products(dinp, dweight, dout, inp, weight, n, C, OC, 0);
   }
-  void matmul_backward(floatX* dinp, float* dweight, const float* dout, const floatX* inp,
-                       const float* weight, int64_t n, int64_t C, int64_t OC) requires kMixed {
-    backward_products(dinp, dweight, as_factor(dout, n * OC), inp, weight, n, C, OC, 0);
-  }
 
   void matmul_add_backward(floatX* dinp, float* dweight, const floatX* dout, const floatX* inp,
                            const float* weight, int64_t n, int64_t C, int64_t OC) {
     backward_products(dinp, dweight, dout, inp, weight, n, C, OC, 1);
   }
-  void matmul_add_backward(floatX* dinp, float* dweight, const float* dout, const floatX* inp,
-                           const float* weight, int64_t n, int64_t C, int64_t OC) requires kMixed {
-    backward_products(dinp, dweight, as_factor(dout, n * OC), inp, weight, n, C, OC, 1);
+
+  void matmul_fp32_forward(float* out, const floatX* inp, const float* weight, int64_t n, int64_t C,
+                           int64_t OC) {
+    if (n == 0) return;
+    matmul_(out, Factor<float>{widened(inp, n * C)}, Factor<float>{weight, true}, {n, OC, C});
+  }
+
+  void matmul_fp32_backward(floatX* dinp, float* dweight, const float* dout, const floatX* inp,
+                            const float* weight, int64_t n, int64_t C, int64_t OC) {
+    fp32_products(dinp, dweight, dout, inp, weight, n, C, OC, 0);
+  }
+
+  void matmul_fp32_add_backward(floatX* dinp, float* dweight, const float* dout, const floatX* inp,
+                                const float* weight, int64_t n, int64_t C, int64_t OC) {
+    fp32_products(dinp, dweight, dout, inp, weight, n, C, OC, 1);
   }
 
   // ------------------------------------------------------------------------------------------------
@@ -762,10 +770,10 @@ class CudaBackend {
   // ------------------------------------------------------------------------------------------------
   // products
 
-  // Numbers as a factor of products: in their format.
-  const floatX* as_factor(const float* values, int64_t n) {
+  // Activations in fp32.
+  const float* widened(const floatX* values, int64_t n) {
     if constexpr (kMixed) {
-      floatX* out = factor_.reserve(n);
+      float* out = widened_.reserve(n);
       convert(out, values, n);
       return out;
     } else {
@@ -797,6 +805,21 @@ class CudaBackend {
     if (n == 0) return;
     matmul_(dinp, Factor<floatX>{dout}, Factor<floatX>{weight_factor(weight, OC * C)}, {n, C, OC}, 1, beta);
     matmul_(dweight, Factor<floatX>{dout, true}, Factor<floatX>{inp}, {OC, C, n}, 1, 1);
+  }
+
+  // dinp leaves fp32 behind its sums.
+  void fp32_products(floatX* dinp, float* dweight, const float* dout, const floatX* inp, const float* weight,
+                     int64_t n, int64_t C, int64_t OC, float beta) {
+    if (n == 0) return;
+    if constexpr (kMixed) {
+      float* sums = widened_.reserve(n * C);
+      if (beta != 0) convert(sums, dinp, n * C);
+      matmul_(sums, Factor<float>{dout}, Factor<float>{weight}, {n, C, OC}, 1, beta);
+      convert(dinp, sums, n * C);
+    } else {
+      matmul_(dinp, Factor<float>{dout}, Factor<float>{weight}, {n, C, OC}, 1, beta);
+    }
+    matmul_(dweight, Factor<float>{dout, true}, Factor<float>{widened(inp, n * C)}, {OC, C, n}, 1, 1);
   }
 
   // ------------------------------------------------------------------------------------------------
@@ -863,7 +886,8 @@ class CudaBackend {
   CudaScratch<double> sum_{allocations_}, partial_sums_{allocations_};
   CudaScratch<int32_t> order_{allocations_}, counts_{allocations_};
   CudaScratch<int64_t> offsets_{allocations_};
-  CudaScratch<floatX> factor_{allocations_}, weight_{allocations_};  // fp32 numbers as factors
+  CudaScratch<floatX> weight_{allocations_};  // weights outside of the parameters, as factors
+  CudaScratch<float> widened_{allocations_};
   CudaScratch<unsigned char> attention_{allocations_};
   CudaScratch<double> muon_squares_{allocations_};
   CudaScratch<floatX> muon_x_{allocations_}, muon_next_{allocations_}, muon_gram_{allocations_},
