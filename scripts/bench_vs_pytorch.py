@@ -105,7 +105,7 @@ def run_cpp(race, args, folder):
     if done.returncode:
         last = (done.stderr.strip() or done.stdout.strip() or "no message").splitlines()[-1]
         if "no fast instructions" in last:
-            raise CannotRunFast(last)
+            raise CannotRunFast(last.removeprefix("error: "))
         fail(f"{shlex.join(command)} ended with status {done.returncode}: {last}")
     with open(os.path.join(out, "metrics.csv"), newline="") as file:
         rows = list(csv.DictReader(file))
