@@ -1,8 +1,8 @@
 # make             build ./train_xmod, the CPU trainer, and, where nvcc is, ./train_xmodcu for GPUs; say what was found
 # make quickstart  install what is missing, build, train a small model on this repository's text, show a sample
 # make test        install what the tests need, build and run all of them
-# make bench      measure each pass and the whole training step beside what this machine can do (some minutes);
-#                 BENCH='--size tiny' or other options: BENCH=--help lists them
+# make bench       measure each pass and the whole training step beside what this machine can do (some minutes);
+#                  BENCH='--size tiny' or other options: BENCH=--help lists them
 # make format      format the C++ sources
 # make clean       remove what was built (quickstart/ holds a trained model: it stays)
 #
@@ -102,7 +102,7 @@ test-programs: $(TESTS)
 # The second make starts after the packages are there, so it sees them.
 test:
 	@scripts/install_deps.sh build test plot
-	@$(MAKE) --no-print-directory -j2 train_xmod test-programs
+	@$(MAKE) --no-print-directory -j2 train_xmod build/bench_xmod test-programs
 	@$(PYTHON) scripts/run_tests.py
 
 bench: build/bench_xmod

@@ -64,7 +64,8 @@ inline ModelConfig xmod(ModelConfig c, int64_t A, int64_t K) {
 
 struct BenchOptions {
   std::string size = "all", arch = "dense", only, blas;
-  int64_t threads = 0, batch_size = 0;
+  MachineOptions machine;
+  int64_t batch_size = 0;
   double seconds = 5;
   bool json = false, routing = false, help = false;
 };
@@ -121,6 +122,15 @@ void progress(const Parts&... parts) {
   std::cerr << xmod::detail::concatenate(parts...) << "\n";
 }
 
+// What a pass is measured against: FLOP/s of the instructions that it uses.
+struct Bounds {
+  Peaks peaks;
+  double products;  // on the backend's kernel; Muon and attention compute in fp32
+
+  double of(Kind kind) const { return kind == Kind::product ? products : peaks.fp32(); }
+  double copy() const { return peaks.memory.copy; }
+};
+
 // ---------------------------------------------------------------------------------------------------
 // Passes
 
@@ -133,15 +143,16 @@ inline std::string show_shape(const Cost& cost) {
 }
 
 // Name, shape and rates of a pass that took so long.
-inline std::vector<Cell> rates(std::string_view name, const Cost& cost, double seconds, const Peaks& peaks) {
+inline std::vector<Cell> rates(std::string_view name, const Cost& cost, double seconds,
+                               const Bounds& bounds) {
   std::vector<Cell> row = {std::string(name), show_shape(cost), seconds * 1e3, {}, {}, {}, {}};
   if (cost.flops > 0) {
     row[3] = cost.flops / seconds / 1e9;
-    row[4] = cost.flops / seconds / peaks.fp32_all;
+    row[4] = cost.flops / seconds / bounds.of(cost.kind);
   }
   if (cost.kind == Kind::memory) {
     row[5] = cost.bytes / seconds / 1e9;
-    row[6] = cost.bytes / seconds / peaks.memory.copy;
+    row[6] = cost.bytes / seconds / bounds.copy();
   }
   return row;
 }
@@ -152,11 +163,12 @@ inline std::vector<Column> rate_columns() {
 }
 
 // Each pass whose name contains `only`, again and again on its own.
-inline void report_alone(Report& report, const Backend& backend, const BenchOptions& o, const Peaks& peaks) {
+inline void report_alone(Report& report, const Backend& backend, const BenchOptions& o,
+                         const Bounds& bounds) {
   std::vector<std::vector<Cell>> rows;
   for (const auto& [key, calls] : backend.passes) {
     if (key.first.find(o.only) == std::string_view::npos) continue;
-    rows.push_back(rates(key.first, calls.cost, median(time_repeatedly(calls.again, o.seconds)), peaks));
+    rows.push_back(rates(key.first, calls.cost, median(time_repeatedly(calls.again, o.seconds)), bounds));
   }
   if (rows.empty()) usage_error("--only ", o.only, ": no pass of the step has such a name");
   report.table("alone", rate_columns(), rows);
@@ -164,7 +176,7 @@ inline void report_alone(Report& report, const Backend& backend, const BenchOpti
 
 // Each pass as it ran in `steps` steps that took `seconds` together.
 inline void report_passes(Report& report, const Backend& backend, double steps, double seconds,
-                          const Peaks& peaks) {
+                          const Bounds& bounds) {
   struct Line {
     double share;
     std::vector<Cell> cells;
@@ -180,7 +192,7 @@ inline void report_passes(Report& report, const Backend& backend, double steps, 
       small += total / seconds;
       continue;
     }
-    Line line{total / seconds, rates(key.first, calls.cost, median(calls.seconds), peaks)};
+    Line line{total / seconds, rates(key.first, calls.cost, median(calls.seconds), bounds)};
     line.cells.insert(line.cells.begin() + 2, static_cast<double>(calls.seconds.size()) / steps);
     line.cells.push_back(line.share);
     lines.push_back(line);
@@ -198,7 +210,7 @@ inline void report_passes(Report& report, const Backend& backend, double steps, 
 }
 
 // By kind of pass: the share of the step, and how near it comes to its bound.
-inline void report_kinds(Report& report, const Backend& backend, double seconds, const Peaks& peaks) {
+inline void report_kinds(Report& report, const Backend& backend, double seconds, const Bounds& bounds) {
   const std::vector<std::pair<Kind, std::string>> kinds = {{Kind::product, "matrix products"},
                                                            {Kind::attention, "attention"},
                                                            {Kind::muon, "Muon"},
@@ -214,7 +226,7 @@ inline void report_kinds(Report& report, const Backend& backend, double seconds,
     }
     if (total == 0) continue;
     const double of_bound =
-        kind == Kind::memory ? bytes / total / peaks.memory.copy : flops / total / peaks.fp32_all;
+        kind == Kind::memory ? bytes / total / bounds.copy() : flops / total / bounds.of(kind);
     rows.push_back({name, total / seconds, of_bound});
   }
   report.table("kinds", {{"kind of pass", 0}, {"of step", 1, true}, {"of its bound", 0, true}}, rows);
@@ -231,20 +243,29 @@ inline double flops_done(const Backend& backend) {
   return flops;
 }
 
-inline void report_step(Report& report, const Training& training, double seconds, double flops,
-                        const Peaks& peaks) {
+// The time that they would take at the peaks of their instructions.
+inline double seconds_at_peak(const Backend& backend, const Bounds& bounds) {
+  double seconds = 0;
+  for (const auto& [key, calls] : backend.passes)
+    seconds += calls.cost.flops * static_cast<double>(calls.seconds.size()) / bounds.of(calls.cost.kind);
+  return seconds;
+}
+
+inline void report_step(Report& report, const Training& training, const Backend& backend, double steps,
+                        double seconds, const Bounds& bounds) {
   const double rate = static_cast<double>(training.tokens()) / seconds;
   const double model = rate * training_flops_per_token(training.config);
-  report.table("step",
-               {{"tokens a step", 0},
-                {"ms a step", 1},
-                {"tokens/s", 0},
-                {"model GFLOP/s", 1},
-                {"model of peak", 1, true},
-                {"all GFLOP/s", 1},
-                {"all of peak", 1, true}},
-               {{training.tokens(), seconds * 1e3, rate, model / 1e9, model / peaks.fp32_all,
-                 flops / seconds / 1e9, flops / seconds / peaks.fp32_all}});
+  report.table(
+      "step",
+      {{"tokens a step", 0},
+       {"ms a step", 1},
+       {"tokens/s", 0},
+       {"model GFLOP/s", 1},
+       {"model of peak", 1, true},
+       {"all GFLOP/s", 1},
+       {"all of peak", 1, true}},
+      {{training.tokens(), seconds * 1e3, rate, model / 1e9, model / bounds.products,
+        flops_done(backend) / steps / seconds / 1e9, seconds_at_peak(backend, bounds) / steps / seconds}});
 }
 
 inline std::string describe(const ModelConfig& c, int64_t B) {
@@ -252,22 +273,22 @@ inline std::string describe(const ModelConfig& c, int64_t B) {
                                    " layers, B ", B, ", T ", c.seq_len);
 }
 
-inline void measure_size(Report& report, const Size& size, const BenchOptions& o, const Peaks& peaks) {
+inline void measure_size(Report& report, const Size& size, const BenchOptions& o, const Bounds& bounds) {
   ModelConfig c = size.dense;
   if (o.arch == "xmod") c = xmod(c, 1, c.dim == 128 ? 4 : 8);
   const int64_t B = o.batch_size > 0 ? o.batch_size : size.batch_size;
   report.section(size.name, describe(c, B));
-  Backend backend({.threads = o.threads});
+  Backend backend(o.machine);
   Training training(backend, c, B);
   backend.passes.clear();
   progress(size.name, ": first step");
   training.step();
-  if (!o.only.empty()) return report_alone(report, backend, o, peaks);
+  if (!o.only.empty()) return report_alone(report, backend, o, bounds);
 
   backend.passes.clear();
   std::vector<double> seconds;
   double all = 0;
-  while (seconds.size() < 3 || all < o.seconds) {
+  while (seconds.size() < 2 || all < o.seconds) {
     const Stopwatch watch;
     training.step();
     seconds.push_back(watch.seconds());
@@ -275,9 +296,9 @@ inline void measure_size(Report& report, const Size& size, const BenchOptions& o
     progress(size.name, ": a step of ", seconds.back(), " s");
   }
   const double steps = static_cast<double>(seconds.size());
-  report_passes(report, backend, steps, all, peaks);
-  report_kinds(report, backend, all, peaks);
-  report_step(report, training, median(seconds), flops_done(backend) / steps, peaks);
+  report_passes(report, backend, steps, all, bounds);
+  report_kinds(report, backend, all, bounds);
+  report_step(report, training, backend, steps, median(seconds), bounds);
 }
 
 // ---------------------------------------------------------------------------------------------------
@@ -316,7 +337,7 @@ inline void measure_routing(Report& report, const BenchOptions& o) {
   report.section("routing",
                  xmod::detail::concatenate("Dense against X-MoD, dim 512, 8 active layers, T 2048, ",
                                            kStepTokens, " tokens a step"));
-  Backend backend({.threads = o.threads});
+  Backend backend(o.machine);
   std::vector<RoutedModel> models;
   models.push_back({"dense", std::make_unique<Training>(backend, dense, B)});
   for (int64_t A : {1, 4}) {
@@ -364,7 +385,7 @@ inline void measure_routing(Report& report, const BenchOptions& o) {
 // Our products against those of a BLAS
 
 inline void measure_blas(Report& report, const Size& size, const BenchOptions& o, Blas& blas,
-                         const Peaks& peaks) {
+                         const Bounds& bounds) {
   const ModelConfig& c = size.dense;
   const int64_t n = (o.batch_size > 0 ? o.batch_size : size.batch_size) * c.seq_len;
   report.section("blas " + size.name,
@@ -376,12 +397,11 @@ inline void measure_blas(Report& report, const Size& size, const BenchOptions& o
                                                             {c.dim, c.vocab_size}};
   std::vector<std::vector<Cell>> rows;
   for (const auto& [C, OC] : weights) {
-    for (const ProductRace& race : race_products(blas, n, C, OC, o.seconds)) {
-      if (race.pass.find(o.only) == std::string::npos) continue;
+    for (const ProductRace& race : race_products(blas, n, C, OC, o.only, o.seconds)) {
       const double flops = 2.0 * n * C * OC;
       rows.push_back({race.pass, show_shape({Kind::product, {n, C, OC}, 0, 0}), flops / race.ours / 1e9,
-                      flops / race.ours / peaks.fp32_all, flops / race.theirs / 1e9, race.ratio, race.least,
-                      race.most});
+                      flops / race.ours / bounds.products, flops / race.theirs / 1e9, race.ratio, race.least,
+                      race.most, race.of_fastest});
       progress(race.pass, " ", show_shape({Kind::product, {n, C, OC}, 0, 0}), ": ", race.ratio);
     }
   }
@@ -393,25 +413,34 @@ inline void measure_blas(Report& report, const Size& size, const BenchOptions& o
                 {"BLAS GFLOP/s", 1},
                 {"ratio", 2},
                 {"least", 2},
-                {"most", 2}},
+                {"most", 2},
+                {"of the fastest", 2}},
                rows);
 }
 
 // ---------------------------------------------------------------------------------------------------
 // Peaks
 
-inline Peaks report_peaks(Report& report, int threads) {
+inline Bounds report_peaks(Report& report, const MachineOptions& machine, double seconds) {
+  const Backend backend(machine);
+  const int threads = Backend::threads();
+  report.section("peaks", "Peaks of this machine (" + backend.description() + ")");
   progress("peaks of the machine");
-  const Peaks p = measure_peaks(threads);
-  report.section("peaks", "Peaks of this machine");
-  report.table(
-      "arithmetic",
-      {{"arithmetic", 0}, {"1 thread, GFLOP/s", 1}, {std::to_string(threads) + " threads, GFLOP/s", 1}},
-      {{xmod::detail::concatenate("fp32 multiply-add, ", p.fp32.name), p.fp32_one / 1e9, p.fp32_all / 1e9}});
+  const Peaks p = measure_peaks(threads, seconds);
+  std::vector<std::vector<Cell>> rows;
+  for (const Peak& peak : p.arithmetic) {
+    rows.push_back({peak.loop.arithmetic, peak.loop.instructions, peak.one / 1e9, peak.all / 1e9});
+  }
+  report.table("arithmetic",
+               {{"arithmetic", 0},
+                {"instructions", 0},
+                {"1 thread, GFLOP/s", 1},
+                {std::to_string(threads) + " threads, GFLOP/s", 1}},
+               rows);
   report.table("memory", {{"memory", 0}, {"read, GB/s", 1}, {"copy (read + written), GB/s", 1}},
                {{"1 GiB", p.memory.read / 1e9, p.memory.copy / 1e9},
                 {"16 MiB", p.cache.read / 1e9, p.cache.copy / 1e9}});
-  return p;
+  return {p, p.products(choose_matmul_kernel(machine.precision, machine.instructions).name)};
 }
 
 // ---------------------------------------------------------------------------------------------------
@@ -428,10 +457,20 @@ Measures the machine's peaks, then each pass of a training step and the whole st
   --only PASS        only passes whose name contains PASS, each again and again on its own
   --blas LIBRARY     only products, in turn with the sgemm of a BLAS, e.g. libopenblas.so.0
   --threads N        (default: OpenMP's)
-  --seconds X        of each measurement, about (default: 5); a step is taken three times at least
+  --precision NAME   of the factors in matrix products: fp32 or bf16 (default: fp32)
+  --instructions NAME  for matrix products, as train_xmod has it (default: the fastest)
+  --seconds X        of each measurement, about, and a tenth of it of each peak (default: 5); a step is
+                     taken twice at least
   --json             print one JSON object
   --help
 )";
+
+// What getopt_long could not place.
+[[noreturn]] inline void refuse_option(int code, const std::string& word) {
+  const std::string shown = xmod::detail::show_word(word);
+  if (code == ':') usage_error(shown, " needs a value; see bench_xmod --help");
+  usage_error("unknown or ambiguous option ", shown, ", or one that takes no value; see bench_xmod --help");
+}
 
 inline BenchOptions parse_bench_options(int argc, char** argv) {
   using xmod::detail::parse_value;
@@ -442,27 +481,36 @@ inline BenchOptions parse_bench_options(int argc, char** argv) {
                                      {"only", required_argument, nullptr, 'o'},
                                      {"blas", required_argument, nullptr, 'l'},
                                      {"threads", required_argument, nullptr, 't'},
+                                     {"precision", required_argument, nullptr, 'p'},
+                                     {"instructions", required_argument, nullptr, 'i'},
                                      {"seconds", required_argument, nullptr, 'c'},
                                      {"routing", no_argument, nullptr, 'r'},
                                      {"json", no_argument, nullptr, 'j'},
                                      {"help", no_argument, nullptr, 'h'},
                                      {}};
-  for (int code; (code = getopt_long(argc, argv, "", table.data(), nullptr)) != -1;) {
+  opterr = 0;  // we speak ourselves
+  for (int code; (code = getopt_long(argc, argv, ":", table.data(), nullptr)) != -1;) {
     const std::string value = optarg ? optarg : "";
     if (code == 's') o.size = value;
     if (code == 'a') o.arch = value;
     if (code == 'b') parse_value("batch-size", value, Range{1}, o.batch_size);
     if (code == 'o') o.only = value;
     if (code == 'l') o.blas = value;
-    if (code == 't') parse_value("threads", value, Range{1}, o.threads);
+    if (code == 't') parse_value("threads", value, Range{1}, o.machine.threads);
+    if (code == 'p') parse_value("precision", value, {}, o.machine.precision);
+    if (code == 'i') parse_value("instructions", value, {}, o.machine.instructions);
     if (code == 'c') parse_value("seconds", value, Range{0}, o.seconds);
     if (code == 'r') o.routing = true;
     if (code == 'j') o.json = true;
     if (code == 'h') o.help = true;
-    if (code == '?') usage_error("see bench_xmod --help");
+    if (code == '?' || code == ':') refuse_option(code, argv[std::max(1, optind - 1)]);
   }
   if (optind < argc) usage_error("unexpected argument ", argv[optind], "; see bench_xmod --help");
   if (o.arch != "dense" && o.arch != "xmod") usage_error("--arch ", o.arch, ": expected dense or xmod");
+  if (!o.blas.empty() && (o.machine.precision != Precision::fp32 || o.machine.instructions != "auto")) {
+    usage_error(
+        "--blas: the race is in fp32 on the fastest instructions; leave out --precision and --instructions");
+  }
   return o;
 }
 
@@ -477,14 +525,14 @@ inline std::vector<Size> chosen_sizes(const BenchOptions& o) {
 
 inline void run(const BenchOptions& o) {
   const std::vector<Size> chosen = chosen_sizes(o);
-  const int threads = Backend({.threads = o.threads}).threads();
+  const int threads = Backend(o.machine).threads();
   Report report(o.json, threads);
-  const Peaks peaks = report_peaks(report, threads);
+  const Bounds bounds = report_peaks(report, o.machine, std::max(0.05, o.seconds / 10));
   if (!o.blas.empty()) {
     Blas blas(o.blas, threads);
-    for (const Size& size : chosen) measure_blas(report, size, o, blas, peaks);
+    for (const Size& size : chosen) measure_blas(report, size, o, blas, bounds);
   } else {
-    for (const Size& size : chosen) measure_size(report, size, o, peaks);
+    for (const Size& size : chosen) measure_size(report, size, o, bounds);
     if (o.routing || (o.size == "all" && o.only.empty())) measure_routing(report, o);
   }
   report.finish();

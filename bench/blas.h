@@ -3,10 +3,12 @@
 
 #include <dlfcn.h>
 
+#include <chrono>
 #include <cstdint>
 #include <cstdlib>
 #include <functional>
 #include <string>
+#include <thread>
 #include <utility>
 #include <vector>
 
@@ -51,12 +53,14 @@ struct ProductRace {
   std::string pass;
   double ours, theirs;        // seconds: medians
   double ratio, least, most;  // theirs / ours, by pair
+  double of_fastest;          // the same of the fastest runs, which a busy neighbour slows down least
 };
 
-// The three products of a weight (OC, C) and n rows, each in turns of a block of ours and a block of theirs:
-// a library's threads may spin for a while behind its last call, and a block's median does not feel that.
+// The products of a weight (OC, C) and n rows whose names contain `only`, each in turns of a block of ours
+// and a block of theirs, with a rest before each: a library's threads may spin for a while behind its last
+// call.
 inline std::vector<ProductRace> race_products(const Blas& blas, int64_t n, int64_t C, int64_t OC,
-                                              double seconds) {
+                                              const std::string& only, double seconds) {
   constexpr int kPairs = 5;
   std::vector<float> inp(static_cast<size_t>(n * C), 0.5f), out(static_cast<size_t>(n * OC), 0.25f),
       weight(static_cast<size_t>(OC * C), 0.125f);
@@ -76,17 +80,25 @@ inline std::vector<ProductRace> race_products(const Blas& blas, int64_t n, int64
        [&] { blas.multiply(w, y, true, x, false, OC, C, n, 1); }}};
   std::vector<ProductRace> races;
   for (const Pair& pair : pairs) {
+    if (pair.pass.find(only) == std::string::npos) continue;
     std::fill(inp.begin(), inp.end(), 0.5f);
     std::fill(out.begin(), out.end(), 0.25f);
     std::fill(weight.begin(), weight.end(), 0.125f);
-    std::vector<double> ours, theirs, ratios;
+    const auto timed = [&](const std::function<void()>& run) {
+      std::this_thread::sleep_for(std::chrono::milliseconds(100));
+      return time_repeatedly(run, seconds / kPairs);
+    };
+    std::vector<double> ours, theirs, ratios, our_fastest, their_fastest;
     for (int i = 0; i < kPairs; i++) {
-      ours.push_back(median(time_repeatedly(pair.ours, seconds / kPairs)));
-      theirs.push_back(median(time_repeatedly(pair.theirs, seconds / kPairs)));
+      const std::vector<double> our_times = timed(pair.ours), their_times = timed(pair.theirs);
+      ours.push_back(median(our_times));
+      theirs.push_back(median(their_times));
       ratios.push_back(theirs.back() / ours.back());
+      our_fastest.push_back(smallest(our_times));
+      their_fastest.push_back(smallest(their_times));
     }
-    races.push_back(
-        {pair.pass, median(ours), median(theirs), median(ratios), smallest(ratios), largest(ratios)});
+    races.push_back({pair.pass, median(ours), median(theirs), median(ratios), smallest(ratios),
+                     largest(ratios), smallest(their_fastest) / smallest(our_fastest)});
   }
   return races;
 }

@@ -1,18 +1,23 @@
-// What the machine can do at most, measured: fused multiply-adds that never leave the registers, and memory
-// read and copied. Every figure of `make bench` stands beside one of these.
+// What the machine can do at most, measured: multiply-adds in fp32 and of bf16 factors that never leave the
+// registers, and memory read and copied. Every figure of `make bench` stands beside one of these.
 #pragma once
 
 #include <algorithm>
 #include <cstdint>
 #include <cstring>
 #include <memory>
+#include <string>
 #include <vector>
 
+#ifdef __x86_64__
+#include <immintrin.h>
+#endif
 #ifdef _OPENMP
 #include <omp.h>
 #endif
 
 #include "bench/clock.h"
+#include "xmod/cpu_instructions.h"
 
 namespace xmod::bench {
 
@@ -45,36 +50,83 @@ XMOD_FMA_LOOP(fma_loop_portable, , 4, 16)
 #endif
 #undef XMOD_FMA_LOOP
 
+#if defined(__x86_64__)
+
+// Each instruction adds the products of two pairs of bf16 numbers to every lane.
+[[gnu::target("avx512f,avx512bf16")]] inline float bf16_loop_avx512(int64_t rounds, float factor) {
+  constexpr int kSums = 12;
+  const __m512bh a = reinterpret_cast<__m512bh>(_mm512_set1_ps(factor)), b = a;
+  __m512 sum[kSums];
+  for (int i = 0; i < kSums; i++) sum[i] = _mm512_set1_ps(static_cast<float>(i));
+  for (int64_t round = 0; round < rounds; round++) {
+#pragma GCC unroll 32
+    for (int i = 0; i < kSums; i++) sum[i] = _mm512_dpbf16_ps(sum[i], a, b);
+  }
+  float total = 0;
+  for (int i = 0; i < kSums; i++) total += _mm512_cvtss_f32(sum[i]);
+  return total;
+}
+
+// Four tiles of sums, as the products have them: one instruction multiplies 16 x 32 by 32 x 16 bf16 numbers.
+[[gnu::target("amx-tile,amx-bf16")]] inline float bf16_loop_amx(int64_t rounds, float) {
+  struct alignas(64) {
+    uint8_t palette = 1, start_row = 0, reserved[14] = {};
+    uint16_t row_bytes[16] = {64, 64, 64, 64, 64, 64, 64, 64};
+    uint8_t rows[16] = {16, 16, 16, 16, 16, 16, 16, 16};
+  } config;
+  _tile_loadconfig(&config);  // also zeros the tiles
+  for (int64_t round = 0; round < rounds; round++) {
+    _tile_dpbf16ps(0, 4, 6);
+    _tile_dpbf16ps(1, 4, 7);
+    _tile_dpbf16ps(2, 5, 6);
+    _tile_dpbf16ps(3, 5, 7);
+  }
+  _tile_release();
+  return 0;
+}
+
+#endif
+
 // A loop that keeps the arithmetic units busy.
 struct PeakLoop {
-  const char* name;
+  std::string instructions;  // those of a kernel for products have its name
+  std::string arithmetic;
   float (*run)(int64_t rounds, float factor);
   double flops_per_round;
 };
 
-// The widest vectors that this processor multiplies in fp32.
-inline PeakLoop fp32_loop() {
+// Those that this processor runs: first the widest vectors that it multiplies in fp32, then bf16.
+inline std::vector<PeakLoop> peak_loops() {
+  const std::string fp32 = "fp32 multiply-add";
 #if defined(__x86_64__)
-  if (__builtin_cpu_supports("avx512f")) return {"AVX-512", fma_loop_avx512, 2 * 16 * 12};
-  if (__builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma")) {
-    return {"AVX2", fma_loop_avx2, 2 * 8 * 12};
+  const std::string bf16 = "bf16 factors, fp32 sums";
+  std::vector<PeakLoop> loops;
+  if (has_avx512()) {
+    loops.push_back({"avx512", fp32, fma_loop_avx512, 2 * 16 * 12});
+  } else if (has_avx2()) {
+    loops.push_back({"avx2", fp32, fma_loop_avx2, 2 * 8 * 12});
+  } else {
+    loops.push_back({"sse2", fp32, fma_loop_portable, 2 * 4 * 12});
   }
-  return {"SSE2", fma_loop_portable, 2 * 4 * 12};
+  if (executes_avx512_bf16()) loops.push_back({"avx512-bf16", bf16, bf16_loop_avx512, 2 * 2 * 16 * 12});
+  if (has_amx_bf16()) loops.push_back({"amx", bf16, bf16_loop_amx, 4 * 2 * 16 * 16 * 32});
+  return loops;
 #else
-  return {"vectors of 4", fma_loop_portable, 2 * 4 * 16};
+  return {{"vectors of 4", fp32, fma_loop_portable, 2 * 4 * 16}};
 #endif
 }
 
 // FLOP/s of the loop on `threads` threads: the best of many short runs, since whatever else the machine does
 // can only make a run slower.
-inline double measure_flops(const PeakLoop& loop, int threads) {
+inline double measure_flops(const PeakLoop& loop, int threads, double seconds) {
   constexpr int64_t kRounds = 200000;
   volatile float factor = 0.999f, sink = 0;
   const auto run = [&] {
 #pragma omp parallel num_threads(threads)
     sink = loop.run(kRounds, factor);
   };
-  return static_cast<double>(kRounds) * loop.flops_per_round * threads / smallest(time_repeatedly(run, 0.5));
+  return static_cast<double>(kRounds) * loop.flops_per_round * threads /
+         smallest(time_repeatedly(run, seconds));
 }
 
 // ---------------------------------------------------------------------------------------------------
@@ -116,19 +168,38 @@ inline Bandwidth measure_bandwidth(int64_t bytes, double seconds) {
 
 // ---------------------------------------------------------------------------------------------------
 
+struct Peak {
+  PeakLoop loop;
+  double one, all;  // FLOP/s of one thread, of all
+};
+
 struct Peaks {
-  PeakLoop fp32;
-  double fp32_one = 0, fp32_all = 0;  // FLOP/s of one thread, of all
+  std::vector<Peak> arithmetic;
   Bandwidth memory, cache;
+
+  double fp32() const { return arithmetic[0].all; }
+
+  // Of the loop on the instructions of a kernel for products; fp32 for a kernel without a loop.
+  double products(const std::string& kernel) const {
+    for (const Peak& peak : arithmetic) {
+      if (peak.loop.instructions == kernel) return peak.all;
+    }
+    return fp32();
+  }
 };
 
 constexpr int64_t kMemoryBytes = int64_t{1} << 30;  // beyond every cache
 constexpr int64_t kCacheBytes = int64_t{1} << 24;   // the size of a layer's tensors; in the last-level cache
 
-inline Peaks measure_peaks(int threads) {
-  const PeakLoop fp32 = fp32_loop();
-  return {fp32, measure_flops(fp32, 1), measure_flops(fp32, threads), measure_bandwidth(kMemoryBytes, 1),
-          measure_bandwidth(kCacheBytes, 0.3)};
+// About `seconds` for each.
+inline Peaks measure_peaks(int threads, double seconds) {
+  Peaks peaks;
+  for (const PeakLoop& loop : peak_loops())
+    peaks.arithmetic.push_back(
+        {loop, measure_flops(loop, 1, seconds), measure_flops(loop, threads, seconds)});
+  peaks.memory = measure_bandwidth(kMemoryBytes, seconds);
+  peaks.cache = measure_bandwidth(kCacheBytes, seconds);
+  return peaks;
 }
 
 }  // namespace xmod::bench

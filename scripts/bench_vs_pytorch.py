@@ -1,202 +1,148 @@
 #!/usr/bin/env python3
-"""Race the C++ trainer against the same training step in PyTorch (scripts/xmod_reference.py), in turn.
+"""Race the C++ trainer against the same training step in PyTorch (scripts/quick_pytorch.py), in turn.
 
-    scripts/bench_vs_pytorch.py --threads 2                       tiny X-MoD, random bytes
-    scripts/bench_vs_pytorch.py --arch dense --batch-size 16 --require 2
-    scripts/bench_vs_pytorch.py --options "--active-layers 6 --token-sparsity 8"
+    scripts/bench_vs_pytorch.py                                   tiny, dense and X-MoD, fp32
+    scripts/bench_vs_pytorch.py --size tiny 512 1024 --precision fp32 bf16
+    scripts/bench_vs_pytorch.py --size 512 --arch dense --pytorch compiled --repeats 2 --require 1.5
 
-Both train the same model (PyTorch reads the config.json that the C++ trainer wrote), in fp32, with the same
-batch, threads and optimizer (Muon and AdamW), and tell loss and gradient norm at every step. A run is the
-median speed of its steps after the warm-up; the runs alternate, C++ PyTorch C++ PyTorch ..., so that whatever
-else the machine does meets both. The result is the median over the pairs of neighbours.
+Sizes: tiny (dim 128, T 256, batches of 8), 512 (T 1024, batches of 4) and 1024 (4 active layers, T 2048,
+batches of 2), 8 active layers and a vocabulary of 8192 where nothing else is said; X-MoD is A1K4 at tiny, else
+A1K8. Both train the same model (PyTorch reads the config.json that the C++ trainer wrote) on random tokens,
+with the same batch, threads and optimizer (Muon and AdamW), and tell loss and gradient norm at every step. In
+bf16 PyTorch runs under autocast, ours with --precision bf16.
+
+A run is the median speed of its steps after the warm-up. The runs take turns, C++ PyTorch C++ PyTorch ..., so
+that whatever else the machine does meets both; a ratio is of neighbours, and the result their median.
 """
 
 import argparse
+import array
 import csv
 import glob
+import itertools
 import os
+import random
 import shlex
+import shutil
 import statistics
+import struct
 import subprocess
 import sys
 import tempfile
 import time
+from dataclasses import dataclass, replace
 
-
-def name_processor_to_openblas():
-    """An OpenBLAS older than the processor takes it for an ancient one, and is five times as slow."""
-    with open("/proc/cpuinfo") as file:
-        features = file.read().split()
-    for feature, core in (("avx512bw", "SkylakeX"), ("avx2", "Haswell")):
-        if feature in features:
-            os.environ.setdefault("OPENBLAS_CORETYPE", core)
-
-
-name_processor_to_openblas()  # before NumPy or PyTorch load it
-
-import numpy as np
-
-import xmod_reference  # says how to get PyTorch where it is missing
-from xmod_reference import Config, Trainer, XMod, torch
-
-TOKEN_WIDTHS = {(20240520, 1): np.uint16, (20240801, 7): np.uint32}  # by (magic, version) of a shard
+SIZES = {  # flags of the trainer, sequences a step, steps of a run
+    "tiny": ("--preset tiny", 8, 8),
+    "512": (
+        "--vocab-size 8192 --dim 512 --active-layers 8 --heads 8 --kv-heads 4 --head-dim 64 --ffn-dim 1536 "
+        "--seq-len 1024",
+        4,
+        3,
+    ),
+    "1024": (
+        "--vocab-size 8192 --dim 1024 --active-layers 4 --heads 16 --kv-heads 8 --head-dim 128 --ffn-dim 3072 "
+        "--seq-len 2048",
+        2,
+        2,
+    ),
+}
+OURS = "C++"
+OPPONENTS = {"eager": "PyTorch", "compiled": "PyTorch compiled"}
 
 
 def fail(message):
     sys.exit("bench_vs_pytorch.py: " + message)
 
 
+def say(message):
+    print(message, flush=True)
+
+
+@dataclass
+class Race:
+    size: str
+    arch: str
+    precision: str
+    batch_size: int
+    steps: int
+
+    def __str__(self):
+        return f"{self.size} {self.arch} {self.precision}"
+
+    def model_flags(self):
+        sparsity = "4" if self.size == "tiny" else "8"
+        routing = ["--anchor-stride", "1", "--token-sparsity", sparsity] if self.arch == "xmod" else []
+        return [*shlex.split(SIZES[self.size][0]), "--arch", self.arch, *routing]
+
+
 # ---------------------------------------------------------------------------------------------------------
-# Data
+# The C++ trainer
 
 
-def write_random_shard(path, count=1 << 20):
-    header = np.zeros(256, np.int32)
-    header[:3] = 20240520, 1, count
-    tokens = np.random.RandomState(0).randint(0, 256, count).astype(np.uint16)
+class CannotRunFast(Exception):
+    """This processor has no instructions for the precision."""
+
+
+def write_random_shard(path, vocab_size, count=1 << 18):
+    tokens = array.array("H", (token % vocab_size for token in random.Random(0).choices(range(65536), k=count)))
     with open(path, "wb") as file:
-        file.write(header.tobytes() + tokens.tobytes())
+        file.write(struct.pack("<256i", 20240520, 1, count, *[0] * 253) + tokens.tobytes())
 
 
-def read_shard(path):
-    header = np.fromfile(path, np.int32, 256)
-    if len(header) < 256 or tuple(header[:2]) not in TOKEN_WIDTHS:
-        fail(f"{path} is no token shard; write one with scripts/prepare_data.py")
-    return np.memmap(path, TOKEN_WIDTHS[tuple(header[:2])], mode="r", offset=1024, shape=(header[2],))
-
-
-def random_batch(tokens, B, T, rng):
-    rows = np.stack([tokens[start : start + T + 1] for start in rng.randint(0, len(tokens) - T, B)])
-    rows = torch.from_numpy(rows.astype(np.int64))
-    return rows[:, :-1], rows[:, 1:]
-
-
-# ---------------------------------------------------------------------------------------------------------
-# The reference is written to be read. The same arithmetic, with what this PyTorch has that is quicker:
-
-
-def newton_schulz(U):
-    if U.size(-2) > U.size(-1):
-        return newton_schulz(U.mT).mT
-    X = U / (torch.linalg.matrix_norm(U, keepdim=True) + 1e-7)
-    for _ in range(5):
-        A = X @ X.mT
-        X = torch.baddbmm(X, torch.baddbmm(A, A, A, beta=-4.7750, alpha=2.0315), X, beta=3.4445)
-    return X
-
-
-def quicken():
-    F = torch.nn.functional
-
-    def attention(q, k, v):
-        return F.scaled_dot_product_attention(q, k, v, is_causal=True)
-
-    def norm(self, x):
-        return F.rms_norm(x, self.weight.shape, self.weight, self.eps)
-
-    xmod_reference.newton_schulz = newton_schulz
-    if hasattr(F, "scaled_dot_product_attention"):  # PyTorch 2.0
-        xmod_reference.causal_attention = attention
-    if hasattr(F, "rms_norm"):  # PyTorch 2.4
-        xmod_reference.RMSNorm.forward = norm
-
-
-def quick_trainer(config):
-    trainer = Trainer(XMod(config))
-    keys = ("params", "lr", "betas", "eps", "weight_decay")
-    groups = [{key: group[key] for key in keys} for group in trainer.adamw.param_groups]
-    for option in (dict(fused=True), dict(foreach=True)):
-        try:
-            trainer.adamw = torch.optim.AdamW(groups, **option)
-            break
-        except (TypeError, RuntimeError):  # fused on the CPU came with PyTorch 2.4
-            continue
-    return trainer
-
-
-# ---------------------------------------------------------------------------------------------------------
-# The two runners: each returns the tokens per second of its steps, and the last loss
-
-
-def run_cpp(args, data, out):
-    command = [args.binary, "train", "--preset", args.preset, "--arch", args.arch, "--eval-interval", "0"]
-    command += ["--train-data", data, "--out", out, "--steps", str(args.steps)]
-    command += ["--batch-size", str(args.batch_size), "--threads", str(args.threads)]
+def run_cpp(race, args, folder):
+    """The tokens per second of each step, and the last loss."""
+    out = os.path.join(folder, "cpp")
+    command = [args.binary, "train", *race.model_flags(), "--precision", race.precision]
+    command += ["--train-data", os.path.join(folder, "random.bin"), "--out", out, "--eval-interval", "0"]
+    command += ["--steps", str(race.steps), "--batch-size", str(race.batch_size), "--threads", str(args.threads)]
     command += shlex.split(args.options)
+    shutil.rmtree(out, ignore_errors=True)
     try:
         done = subprocess.run(command, capture_output=True, text=True)
     except OSError as error:
         fail(f"cannot run {args.binary} ({error.strerror}): build it with make, or name it with --binary")
     if done.returncode:
         last = (done.stderr.strip() or done.stdout.strip() or "no message").splitlines()[-1]
+        if "no fast instructions" in last:
+            raise CannotRunFast(last.removeprefix("error: "))
         fail(f"{shlex.join(command)} ended with status {done.returncode}: {last}")
     with open(os.path.join(out, "metrics.csv"), newline="") as file:
         rows = list(csv.DictReader(file))
-    if len(rows) <= args.warmup:
-        fail(f"{out}/metrics.csv has {len(rows)} rows, expected one for each of {args.steps} steps")
     return [float(row["tokens_per_second"]) for row in rows], float(rows[-1]["train_loss"])
 
 
-class PyTorchRunner:
-    def __init__(self, args, config, tokens):
-        torch.set_num_threads(args.threads)
-        torch.manual_seed(0)
-        quicken()
-        self.trainer = quick_trainer(config)
-        self.args, self.tokens, self.T = args, tokens, config.max_position_embeddings
-        self.rng = np.random.RandomState(0)
-
-    def run(self):
-        speeds = []
-        for _ in range(self.args.steps):
-            start = time.perf_counter()
-            inputs, targets = random_batch(self.tokens, self.args.batch_size, self.T, self.rng)
-            output, grad_norm = self.trainer.step(inputs, targets)
-            loss, _ = output.loss.item(), grad_norm.item()
-            speeds.append(inputs.numel() / (time.perf_counter() - start))
-        return speeds, loss
-
-
-def read_config(out):
-    """Of the model that the C++ trainer just trained."""
-    found = sorted(glob.glob(os.path.join(out, "*", "config.json")))
+def written_config(folder):
+    """The text of the config.json of the model that the C++ trainer just trained."""
+    found = glob.glob(os.path.join(folder, "cpp", "*", "config.json"))
     if not found:
-        fail(f"the trainer left no checkpoint with a config.json in {out}")
-    with open(found[-1]) as file:
-        return Config.from_json(file.read())
+        fail("the C++ trainer left no checkpoint with a config.json")
+    with open(found[0]) as file:
+        return file.read()
 
 
 # ---------------------------------------------------------------------------------------------------------
-# Is PyTorch at its best here?
+# PyTorch; imported late, so that a mistyped option needs no packages to be found out
 
 
-def blas_of_pytorch():
-    """The library that multiplies PyTorch's matrices, as far as the process shows."""
-    if torch.backends.mkl.is_available():
-        return "MKL"
-    with open("/proc/self/maps") as file:
-        mapped = {os.path.basename(line.split()[-1]) for line in file if "/" in line}
-    for name in ("openblas", "blis", "atlas"):
-        if any(name in library for library in mapped):
-            return name
-    return "reference BLAS"
-
-
-def matmul_gflops(n=512):
-    a = torch.randn(n, n)
-    a @ a
-    times = []
-    for _ in range(5):
-        start = time.perf_counter()
-        a @ a
-        times.append(time.perf_counter() - start)
-    return 2e-9 * n**3 / min(times)
+def name_processor_to_openblas():
+    """An OpenBLAS older than the processor takes it for an ancient one, and is five times as slow."""
+    try:
+        with open("/proc/cpuinfo") as file:
+            features = file.read().split()
+    except OSError:
+        return
+    for feature, core in (("avx512bw", "SkylakeX"), ("avx2", "Haswell")):
+        if feature in features:
+            os.environ.setdefault("OPENBLAS_CORETYPE", core)
 
 
 def require_fast_blas(args):
-    torch.set_num_threads(args.threads)
-    speed, blas = matmul_gflops(), blas_of_pytorch()
-    print(f"PyTorch {torch.__version__}, {blas}, {speed:.0f} GFLOP/s in a matmul with {args.threads} threads")
+    name_processor_to_openblas()  # before PyTorch loads it
+    from quick_pytorch import blas_name, matmul_gflops, torch
+
+    speed, blas = matmul_gflops(args.threads), blas_name()
+    say(f"PyTorch {torch.__version__}, {blas}, {speed:.0f} GFLOP/s in a matmul with {args.threads} threads")
     if blas == "reference BLAS" and not args.any_blas:
         fail(
             "this PyTorch multiplies with the slow reference BLAS, which makes the race unfair: "
@@ -204,73 +150,180 @@ def require_fast_blas(args):
         )
 
 
+def make_opponents(race, args, config_json):
+    """Those of --pytorch that work here, by name, after a first step."""
+    from quick_pytorch import Opponent
+    from xmod_reference import Config
+
+    config, opponents = Config.from_json(config_json), {}
+    for kind in args.pytorch:
+        say(f"{race}: first step of {OPPONENTS[kind]}")
+        try:
+            opponent = Opponent(config, race.precision, kind == "compiled", race.batch_size, args.threads)
+            opponent.run(1)
+            opponents[OPPONENTS[kind]] = opponent
+        except Exception as error:  # torch.compile fails in many ways: no compiler, an old Python, an operation
+            if kind == "eager":
+                raise
+            reason = (str(error).strip() or type(error).__name__).splitlines()[0]
+            say(f"{race}: torch.compile does not work here: {reason}")
+    return opponents
+
+
 # ---------------------------------------------------------------------------------------------------------
+# The race
 
 
-def report(args, speeds, losses):
-    model = " ".join([args.arch, args.preset, args.options]).strip()
-    print(f"\n{model}, fp32, batch {args.batch_size}, {args.threads} threads")
-    print(f"{args.repeats} runs each of {args.steps} steps, {args.warmup} of them to warm up\n")
-    print(f"| {'':8} | tokens/s | slowest | fastest | last loss |")
-    print(f"|{'-' * 10}|---------:|--------:|--------:|----------:|")
-    for name, values in speeds.items():
-        median, loss = statistics.median(values), losses[name]
-        print(f"| {name:8} | {median:8.0f} | {min(values):7.0f} | {max(values):7.0f} | {loss:9.4f} |")
-    ratios = [cpp / pytorch for cpp, pytorch in zip(speeds["C++"], speeds["PyTorch"])]
-    ratio = statistics.median(ratios)
-    print(f"\nC++ is {ratio:.2f} times as fast as PyTorch ({min(ratios):.2f} to {max(ratios):.2f} by pair).")
-    return ratio
+class OtherPrograms:
+    """The share of the machine's processors that others took, since this object was made; None if not known."""
+
+    def __init__(self):
+        self.start = self.used()
+
+    @staticmethod
+    def used():
+        """Seconds of all processors in use, of all processors, and those that we and our children used."""
+        try:
+            with open("/proc/stat") as file:
+                ticks = [int(word) for word in file.readline().split()[1:9]]
+        except (OSError, ValueError):
+            return None
+        hertz, idle = os.sysconf("SC_CLK_TCK"), ticks[3] + ticks[4]
+        return (sum(ticks) - idle) / hertz, sum(ticks) / hertz, sum(os.times()[:4])
+
+    def share(self):
+        if self.start is None:
+            return None
+        busy, all_time, own = (now - then for now, then in zip(self.used(), self.start))
+        return max(0.0, (busy - own) / all_time) if all_time > 0 else None
 
 
-def main():
+def run_race(race, args, races_left):
+    """The speeds of every contestant, one for each repeat; their last losses; what other programs took."""
+    speeds, losses = {}, {}
+    with tempfile.TemporaryDirectory() as folder:
+        write_random_shard(os.path.join(folder, "random.bin"), 256 if race.size == "tiny" else 8192)
+        say(f"{race}: first step of {OURS}")
+        run_cpp(replace(race, steps=1), args, folder)
+        opponents = make_opponents(race, args, written_config(folder))
+        contestants = {OURS: lambda: run_cpp(race, args, folder)}
+        for name, opponent in opponents.items():
+            contestants[name] = lambda opponent=opponent: opponent.run(race.steps)
+        others, start = OtherPrograms(), time.time()
+        for repeat in range(args.repeats):
+            for name, run in contestants.items():
+                steps, losses[name] = run()
+                speeds.setdefault(name, []).append(statistics.median(steps[args.warmup :]))
+            left = (time.time() - start) / (repeat + 1) * (args.repeats - repeat - 1)
+            told = ", ".join(f"{name} {values[-1]:.0f}" for name, values in speeds.items())
+            say(
+                f"{race}: run {repeat + 1} of {args.repeats}: {told} tokens/s; "
+                f"{left:.0f} s left, then {races_left} more models"
+            )
+    return speeds, losses, others.share()
+
+
+# ---------------------------------------------------------------------------------------------------------
+# The report
+
+
+@dataclass
+class Result:
+    race: Race
+    opponent: str
+    ours: list  # tokens per second, one for each run
+    theirs: list
+    losses: dict
+    others: float  # share of the processors that other programs took, or None
+
+    def ratios(self):
+        return [ours / theirs for ours, theirs in zip(self.ours, self.theirs)]
+
+    def ratio(self):
+        return statistics.median(self.ratios())
+
+    def cells(self):
+        race, ratios = self.race, self.ratios()
+        return [
+            race.size,
+            race.arch,
+            race.precision,
+            str(race.batch_size),
+            self.opponent,
+            f"{statistics.median(self.ours):.0f}",
+            f"{statistics.median(self.theirs):.0f}",
+            f"{self.ratio():.2f} ({min(ratios):.2f} to {max(ratios):.2f}), {len(ratios)} pairs",
+            f"{self.losses[OURS]:.3f} / {self.losses[self.opponent]:.3f}",
+            "-" if self.others is None else f"{self.others:.0%}",
+        ]
+
+
+def print_table(results):
+    head = ["size", "arch", "precision", "batch", "opponent", "C++ tokens/s", "its tokens/s", "ratio (by pair)"]
+    rows = [head + ["last losses", "other programs"], *(result.cells() for result in results)]
+    widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
+    rows.insert(1, ["-" * width for width in widths])
+    say("")
+    for row in rows:
+        say("| " + " | ".join(cell.ljust(width) for cell, width in zip(row, widths)) + " |")
+
+
+def parse_arguments():
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--binary", default="./train_xmod", help="the C++ trainer (default %(default)s)")
-    parser.add_argument("--preset", default="tiny", help="model size (default %(default)s)")
-    parser.add_argument("--arch", default="xmod", help="dense, mod or xmod (default %(default)s)")
-    parser.add_argument("--options", default="", help="further options of the trainer, in one string")
-    parser.add_argument("--train-data", metavar="GLOB", help="token shards (default: random bytes)")
-    parser.add_argument("--batch-size", type=int, default=8, help="sequences a step (default %(default)s)")
-    parser.add_argument("--threads", type=int, default=os.cpu_count(), help="of both (default %(default)s)")
-    parser.add_argument("--steps", type=int, default=8, help="optimizer steps a run (default %(default)s)")
-    parser.add_argument(
-        "--warmup", type=int, default=2, help="steps of a run not counted (default %(default)s)"
-    )
-    parser.add_argument("--repeats", type=int, default=5, help="runs of each (default %(default)s)")
-    parser.add_argument(
-        "--require", type=float, metavar="RATIO", help="exit with 1 if C++ is not that much faster"
-    )
-    parser.add_argument("--any-blas", action="store_true", help="race even a PyTorch with a slow BLAS")
+    add = parser.add_argument
+    add("--binary", default="./train_xmod", help="the C++ trainer (default %(default)s)")
+    add("--size", nargs="+", default=["tiny"], choices=SIZES, help="(default tiny)")
+    add("--arch", nargs="+", default=["dense", "xmod"], choices=["dense", "xmod"], help="(default both)")
+    add("--precision", nargs="+", default=["fp32"], choices=["fp32", "bf16"], help="(default fp32)")
+    add("--pytorch", nargs="+", default=list(OPPONENTS), choices=OPPONENTS, help="(default both)")
+    add("--options", default="", help="further options of the C++ trainer, in one string")
+    add("--threads", type=int, default=os.cpu_count(), help="of all (default %(default)s)")
+    add("--batch-size", type=int, help="sequences a step (default: by size)")
+    add("--steps", type=int, help="optimizer steps a run (default: 8 at tiny, 3 at 512, 2 at 1024)")
+    add("--warmup", type=int, default=1, help="steps of a run not counted (default %(default)s)")
+    add("--repeats", type=int, default=5, help="runs of each (default %(default)s)")
+    add("--require", type=float, metavar="RATIO", help="exit with 1 if C++ is not that much faster in each row")
+    add("--any-blas", action="store_true", help="race even a PyTorch with a slow BLAS")
     args = parser.parse_args()
-    for name in ("batch_size", "threads", "repeats"):
-        if getattr(args, name) < 1:
-            parser.error(f"--{name.replace('_', '-')} is {getattr(args, name)}, expected at least 1")
-    if not 0 <= args.warmup < args.steps:
-        parser.error(f"--warmup is {args.warmup}, expected at least 0 and less than --steps {args.steps}")
-    require_fast_blas(args)
+    for name, least in (("batch_size", 1), ("threads", 1), ("repeats", 1), ("warmup", 0), ("steps", 1)):
+        value = getattr(args, name)
+        if value is not None and value < least:
+            parser.error(f"--{name.replace('_', '-')} is {value}, expected at least {least}")
+    for size in args.size:
+        if args.warmup >= (args.steps or SIZES[size][2]):
+            parser.error(f"--warmup is {args.warmup}, expected less than the --steps of a run")
+    return args
 
-    speeds, losses = {"C++": [], "PyTorch": []}, {}
-    with tempfile.TemporaryDirectory() as folder:
-        data = args.train_data
-        if data is None:
-            data = os.path.join(folder, "random_train.bin")
-            write_random_shard(data)
-        shards = sorted(glob.glob(data)) or fail(f"--train-data {data} matches no file")
-        opponent = None
-        for repeat in range(args.repeats):
-            out = os.path.join(folder, f"run{repeat}")
-            results = {"C++": run_cpp(args, data, out)}
-            opponent = opponent or PyTorchRunner(args, read_config(out), read_shard(shards[0]))
-            results["PyTorch"] = opponent.run()
-            for name, (steps, loss) in results.items():
-                speeds[name].append(statistics.median(steps[args.warmup :]))
-                losses[name] = loss
-            pair = ", ".join(f"{name} {values[-1]:.0f}" for name, values in speeds.items())
-            print(f"run {repeat + 1}/{args.repeats}: {pair} tokens/s", flush=True)
-    ratio = report(args, speeds, losses)
-    if args.require and ratio < args.require:
-        fail(f"C++ is {ratio:.2f} times as fast as PyTorch, --require asks for {args.require}")
+
+def main():
+    args = parse_arguments()
+    require_fast_blas(args)
+    races = [
+        Race(size, arch, precision, args.batch_size or SIZES[size][1], args.steps or SIZES[size][2])
+        for size, arch, precision in itertools.product(args.size, args.arch, args.precision)
+    ]
+    results = []
+    for number, race in enumerate(races):
+        try:
+            speeds, losses, others = run_race(race, args, len(races) - number - 1)
+        except CannotRunFast as error:
+            say(f"{race}: left out, since {OURS} cannot run it fast here: {error}")
+            continue
+        ours = speeds.pop(OURS)
+        for opponent, theirs in speeds.items():
+            results.append(Result(race, opponent, ours, theirs, losses, others))
+    if not results:
+        fail("nothing was raced; the lines above say why")
+    print_table(results)
+    slow = [result for result in results if args.require and result.ratio() < args.require]
+    if slow:
+        worst = min(slow, key=Result.ratio)
+        fail(
+            f"{worst.race}: C++ is {worst.ratio():.2f} times as fast as {worst.opponent}, "
+            f"--require asks for {args.require}"
+        )
 
 
 if __name__ == "__main__":
