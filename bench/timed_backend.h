@@ -104,7 +104,7 @@ class TimedBackend : public Backend {
   TIMED(matmul_dweight, (P, P, P, N n, N C, N OC), product(n, C, OC))
 
   TIMED(attention_forward,
-        (P, P, P, P, P, N, const int32_t* own_key, const int64_t* q_offsets, const int64_t* kv_offsets, N, N,
+        (P, P, P, P, P, N, const int32_t* own_key, const int64_t* q_offsets, const int64_t* kv_offsets, N,
          N B, N H, N KV, N hd),
         attention(2, 2, own_key, q_offsets, kv_offsets, B, H, KV, hd))
   TIMED(attention_backward,
