@@ -60,6 +60,40 @@ class CudaBackend {
     return static_cast<int64_t>(free);
   }
 
+  // Of the processor, which only launches.
+  static int threads() { return 1; }
+
+  // Beside what a run allocates: cuBLAS's workspace. What the driver takes is not free any more.
+  static int64_t program_bytes(int64_t /*threads*/) { return CudaMatmul::kWorkspace; }
+
+  // Working memory of the passes over batches of B sequences, with the weights in the products' format.
+  static int64_t pass_bytes(const ModelConfig& c, int64_t B, Use use, int64_t /*threads*/) {
+    const int64_t n = B * c.seq_len;
+    const int64_t sums = SumScratch::floats(std::max({c.dim, 2 * c.head_dim, c.experts, c.expert_dim}));
+    const int64_t expert_counts = c.experts * (n / kExpertChunk + 2);
+    int64_t bytes = static_cast<int64_t>((sums + expert_counts) * sizeof(float) + n * sizeof(int32_t));
+    if (use == Use::training) bytes += static_cast<int64_t>(cuda_attention_workspace_bytes(n, c.heads));
+    if constexpr (kMixed) {
+      bytes += make_parameter_table(c, make_layer_plan(c)).total * static_cast<int64_t>(sizeof(floatX));
+      if (has_experts(c.arch)) bytes += n * c.dim * static_cast<int64_t>(sizeof(float));
+    }
+    return bytes;
+  }
+
+  // Working memory of Muon: all matrices of one shape at a time.
+  static int64_t muon_bytes(const MuonShapes& shapes, int64_t /*threads*/) {
+    int64_t updates = 0, grams = 0, count = 0;
+    for (const auto& [shape, offsets] : shapes) {
+      const auto matrices = static_cast<int64_t>(offsets.size());
+      const int64_t R = std::min(shape.first, shape.second);
+      updates = std::max(updates, matrices * shape.first * shape.second);
+      grams = std::max(grams, matrices * R * R);
+      count = std::max(count, matrices);
+    }
+    return 2 * (updates + grams) * static_cast<int64_t>(sizeof(floatX)) +
+           count * MuonMatrices::kMostParts * static_cast<int64_t>(sizeof(double));
+  }
+
   template <class T>
   T* allocate(int64_t n) {
     T* data = nullptr;

@@ -256,6 +256,7 @@ std::vector<std::string> cases(bool (*belongs)(Arch) = nullptr) {
   return names;
 }
 
+#ifndef XMOD_TEST_CUDA
 std::vector<std::string> cases_with_bf16() {
   std::vector<std::string> names;
   for (const std::string& name : cases()) {
@@ -264,6 +265,7 @@ std::vector<std::string> cases_with_bf16() {
   }
   return names;
 }
+#endif
 
 bool is_deco(Arch arch) {
   return arch == Arch::deco;

@@ -26,6 +26,8 @@ struct MatmulSize {
 // `count` products of one size; factors and results lie one behind the other.
 class CudaMatmul {
  public:
+  static constexpr size_t kWorkspace = size_t{32} << 20;  // as cuBLAS recommends for Hopper
+
   explicit CudaMatmul(cudaStream_t stream) {
     cuda_check(cublasCreate(&handle_));
     cuda_check(cublasSetStream(handle_, stream));
@@ -55,8 +57,6 @@ class CudaMatmul {
   }
 
  private:
-  static constexpr size_t kWorkspace = size_t{32} << 20;  // as cuBLAS recommends for Hopper
-
   template <class T>
   static constexpr cudaDataType_t type() {
     return std::is_same_v<T, float> ? CUDA_R_32F : CUDA_R_16BF;
