@@ -216,7 +216,7 @@ TEST(Bf16, MatrixProducts) {
         run.be.matmul_forward(out_floats, inp, weight, n, C, OC);
         run.be.matmul_add_forward(sum, inp, weight, n, C, OC);
         run.be.matmul_backward(dinp, dweight, dout, inp, weight, n, C, OC);
-        run.be.matmul_backward(dinp_of_floats, dweight, dout_floats, inp, weight, n, C, OC);
+        run.be.matmul_fp32_backward(dinp_of_floats, dweight, dout_floats, inp, weight, n, C, OC);
         run.result(out, n * OC);
         run.result(out_floats, n * OC);
         run.result(sum, n * OC);
@@ -235,7 +235,8 @@ TEST(Bf16, ProductsThatAddToTheirGradient) {
     const auto inp = run.activations(numbers(n * C, 3)), dout = run.activations(numbers(n * OC, 4));
     const auto dinp = run.activations(numbers(n * C, 5)), dinp_of_floats = run.activations(numbers(n * C, 6));
     run.be.matmul_add_backward(dinp, dweight, dout, inp, weight, n, C, OC);
-    run.be.matmul_add_backward(dinp_of_floats, dweight, run.given(numbers(n * OC, 7)), inp, weight, n, C, OC);
+    run.be.matmul_fp32_add_backward(dinp_of_floats, dweight, run.given(numbers(n * OC, 7)), inp, weight, n, C,
+                                    OC);
     run.result(dinp, n * C);
     run.result(dinp_of_floats, n * C);
     run.result(dweight, OC * C);
