@@ -103,7 +103,7 @@ test-programs: $(TESTS)
 test:
 	@scripts/install_deps.sh build test plot
 	@$(MAKE) --no-print-directory -j2 train_xmod build/bench_xmod test-programs
-	@$(PYTHON) scripts/run_tests.py
+	@$(PYTHON) scripts/run_tests.py $(TESTS)
 
 bench: build/bench_xmod
 	@build/bench_xmod $(BENCH)

@@ -1,6 +1,6 @@
 #!/usr/bin/env python3
-"""Runs every test program: build/test_* (GoogleTest), test/test_*.py (unittest) and, where PyTorch is installed,
-the comparison of fresh reference dumps with those of test/data/. The last line is `N passed, N failed`; the exit
+"""Runs the test programs (GoogleTest) that are named, test/test_*.py (unittest) and, where PyTorch is installed, the
+comparison of fresh reference dumps with those of test/data/. The last line is `N passed, N failed`; the exit
 status is 1 when a test failed or a program broke off."""
 
 import glob
@@ -88,8 +88,8 @@ def main():
     # Threads that spin while they wait take the processor from each other when the machine is busy.
     os.environ.setdefault("OMP_WAIT_POLICY", "passive")
     totals = Totals()
-    for source in sorted(glob.glob("test/test_*.cpp")):
-        run_gtest(os.path.join(ROOT, "build", os.path.splitext(os.path.basename(source))[0]), totals)
+    for program in sorted(sys.argv[1:]):
+        run_gtest(os.path.join(ROOT, program), totals)
     for path in sorted(glob.glob(os.path.join(ROOT, "test", "test_*.py"))):
         run_unittest(path, totals)
     check_dumps(totals)
