@@ -9,6 +9,7 @@
 #include <functional>
 
 #include "backend.h"
+#include "expect_error.h"
 
 namespace xmod {
 namespace {
@@ -98,20 +99,6 @@ class Checkpoints : public ::testing::Test {
 
   SmallRun trained(const ModelConfig& config, int64_t steps, Optimizer choice = Optimizer::muon) {
     return SmallRun(be_, config, choice, steps);
-  }
-
-  void expect_error(const std::function<void()>& action, const Names& parts) {
-    try {
-      action();
-      ADD_FAILURE() << "expected an error with '" << parts[0] << "'";
-    } catch (const Error& error) {
-      const std::string message = error.what();
-      EXPECT_EQ(error.exit_code, 1);
-      EXPECT_EQ(message.find('\n'), std::string::npos) << message;
-      for (const std::string& part : parts) {
-        EXPECT_NE(message.find(part), std::string::npos) << "'" << part << "' in '" << message << "'";
-      }
-    }
   }
 
   TestBackend be_{{.threads = 1}};

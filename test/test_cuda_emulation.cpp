@@ -1005,8 +1005,8 @@ TEST_F(CudaEmulation, MemoryRunsOut) {
   EXPECT_EQ(free, size_t{1} << 19);
   char* more = memory;
   EXPECT_EQ(error_of([&] { cuda_check(cudaMalloc(&more, (1 << 19) + 1)); }),
-            "CUDA: cudaMalloc failed: cudaErrorMemoryAllocation (out of memory): use a smaller --batch, or "
-            "--recompute");
+            "CUDA: cudaMalloc failed: cudaErrorMemoryAllocation (out of memory): use a smaller --batch-size, "
+            "or --recompute");
   EXPECT_EQ(more, nullptr);
   EXPECT_EQ(cudaGetLastError(), cudaErrorMemoryAllocation);
   cuda_check(cudaFree(memory));

@@ -19,30 +19,14 @@
 #include <thread>
 #include <vector>
 
+#include "expect_error.h"
+
 #include "xmod/error.h"
 
 namespace xmod {
 namespace {
 
 using Names = std::vector<std::string>;
-
-// The message of the Error that `action` ends in; empty when it does not.
-std::string error_of(const std::function<void()>& action) {
-  try {
-    action();
-  } catch (const Error& error) {
-    EXPECT_EQ(error.exit_code, 1);
-    EXPECT_EQ(std::string(error.what()).find('\n'), std::string::npos) << error.what();
-    return error.what();
-  }
-  return "";
-}
-
-void expect_error(const std::function<void()>& action, const Names& parts) {
-  const std::string message = error_of(action);
-  for (const std::string& part : parts)
-    EXPECT_NE(message.find(part), std::string::npos) << "'" << message << "'";
-}
 
 class Files : public testing::Test {
  protected:

@@ -11,6 +11,8 @@
 #include <string>
 #include <vector>
 
+#include "expect_error.h"
+
 namespace xmod {
 namespace {
 
@@ -57,18 +59,6 @@ class WeightFilesTest : public ::testing::Test {
     return values;
   }
 
-  void expect_error(const std::function<void()>& action, const Names& parts) const {
-    try {
-      action();
-      ADD_FAILURE() << "expected an error with '" << parts[0] << "'";
-    } catch (const Error& error) {
-      const std::string message = error.what();
-      EXPECT_EQ(error.exit_code, 1);
-      EXPECT_EQ(message.find('\n'), std::string::npos) << message;
-      for (const std::string& part : parts)
-        EXPECT_NE(message.find(part), std::string::npos) << "'" << part << "' in '" << message << "'";
-    }
-  }
   void expect_refused(const Names& parts) const {
     expect_error([&] { WeightFiles::of_checkpoint(folder_); }, parts);
   }
