@@ -17,9 +17,9 @@ A grid is a TOML file:
     val_tokens = 65536        # of the validation text, evaluated at the end of each run
     flags = "--lr 0.003"      # of train_xmod train, for every run
 
-    [backbones]
-    tiny = { active_layers = 8, dense_prefix = 2, dim = 128, heads = 2, kv_heads = 1, head_dim = 64, ffn_dim = 384,
-             vocab_size = 256 }
+    [backbones.tiny]          # all of: active_layers dense_prefix dim heads kv_heads head_dim ffn_dim vocab_size
+    active_layers = 8
+    ...
 
     [[points]]                # every combination; a dense model of each backbone, context, compute and seed is added
     backbones = ["tiny"]

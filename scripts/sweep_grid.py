@@ -1,6 +1,7 @@
 """The grid of a sweep: reading it, and the settings that are in it."""
 
 import itertools
+import re
 from dataclasses import dataclass, field
 
 from compare_lists import NAME, SET_HERE, UserError, known_flags, split_words
@@ -57,7 +58,7 @@ class Grid:
 def show(number):
     """1e13, and all digits where they are needed."""
     short = f"{number:g}"
-    return (short if float(short) == number else repr(float(number))).replace("e+", "e")
+    return re.sub(r"e\+0*", "e", short if float(short) == number else repr(float(number)))
 
 
 # -------------------------------------------------------------------------------------------- reading
