@@ -1,6 +1,6 @@
 """How well the scaling law predicts runs that it was not fitted to."""
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import numpy as np
 
@@ -47,7 +47,7 @@ def predict_rest(runs, settings, factor, level, mask):
     lower, upper = law_fit.limits(settings)
     free = [i for i in range(law_fit.P) if lower[i] < upper[i] and law_fit.NAMES[i] not in settings.priors]
     lost = [law_fit.NAMES[i] for i in unidentified(rest, free)] if len(rest) >= len(free) else list(law_fit.NAMES)
-    found = law_fit.fit(rest, replace(settings, starts=max(16, settings.starts // 2)), ridge=bool(lost))
+    found = law_fit.fit(rest, settings, ridge=bool(lost))
     predicted = found.predict(held)
     return Prediction(factor, level, mask, predicted, predicted - held.delta, lost)
 

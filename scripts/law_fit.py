@@ -231,26 +231,28 @@ def draw_starts(random, count):
     return low + (high - low) * random.random((count, P))
 
 
-def many_starts(problem, target, random, count):
-    """The best of many descents, finished by SciPy's least squares."""
+def descend(problem, target, starts):
+    """Where the descents from `starts` end, the best first; that one finished by SciPy's least squares."""
     from scipy.optimize import least_squares
 
-    theta, cost = minimise(problem, draw_starts(random, count), target)
-    best = theta[np.argmin(cost)]
+    theta, cost = minimise(problem, starts, target)
+    theta, cost = theta[np.argsort(cost)], np.sort(cost)
     free = problem.lower < problem.upper
 
     def full(x):
-        theta = best.copy()
-        theta[free] = x
-        return theta[None]
+        filled = theta[:1].copy()
+        filled[0, free] = x
+        return filled
 
     low, high = problem.lower[free], problem.upper[free]
-    inside = np.clip(best[free], low + 1e-9 * (high - low), high - 1e-9 * (high - low))
+    inside = np.clip(theta[0, free], low + 1e-9 * (high - low), high - 1e-9 * (high - low))
     robust = {} if np.isinf(problem.scale) else {"loss": "soft_l1", "f_scale": problem.scale}
     found = least_squares(lambda x: problem.residuals(full(x), target)[0][0], inside,
                           lambda x: problem.residuals(full(x), target)[1][0][free].T, bounds=(low, high), x_scale="jac",
                           ftol=1e-12, xtol=1e-12, gtol=1e-12, **robust)
-    return full(found.x)[0] if 2 * found.cost < cost.min() else best
+    if 2 * found.cost < cost[0]:
+        theta[0] = full(found.x)
+    return theta
 
 
 # ---------------------------------------------------------------------------------------------------------------
@@ -301,12 +303,12 @@ def fit(runs, settings, middle=None, ridge=False):
     free = int((lower < upper).sum())
     rough = robust_spread(runs.delta - np.median(runs.delta)) + 1e-9
     problem = Problem(design, lower, upper, ridge=0.01 * rough if ridge else 0.0)
-    theta = many_starts(problem, target, random, settings.starts)
+    theta = descend(problem, target, draw_starts(random, settings.starts))
     for _ in range(2):
-        noise = noise_of(design, theta, target, free)
+        noise = noise_of(design, theta[0], target, free)
         problem = Problem(design, lower, upper, 2 * noise, priors_of(settings, noise), 0.05 * noise if ridge else 0.0)
-        theta = many_starts(problem, target, random, settings.starts)
-    return Fit(design, settings, theta, noise_of(design, theta, target, free), problem=problem)
+        theta = descend(problem, target, theta[:8])
+    return Fit(design, settings, theta[0], noise_of(design, theta[0], target, free), problem=problem)
 
 
 def robust_spread(values):

@@ -176,7 +176,7 @@ def law_json(found, runs, routing):
         "confidence": found.settings.confidence,
         "range": {name: [float(min(values)), float(max(values))] for name, values in
                   (("L", runs.L), ("K", runs.K), ("A", runs.A), ("N_act", runs.N_act), ("compute", runs.compute))},
-        "fit": {"runs": os.path.basename(runs.path), "count": len(runs), "routing": routing, "noise": found.noise,
+        "fit": {"runs": runs.path, "count": len(runs), "routing": routing, "noise": found.noise,
                 "rms": rms(found.predict(runs) - runs.delta),
                 "seed_spread": None if math.isnan(runs.seed_spread) else runs.seed_spread},
         "backbones": runs.shapes,

@@ -60,9 +60,10 @@ class Runs:
         return sorted(values, key=lambda backbone: self.N_act[self.backbone == backbone].mean())
 
 
-def read_runs(path, routing="topk"):
-    """The Runs of a file that sweep.py wrote."""
-    rows = read_rows(path)
+def read_runs(paths, routing="topk"):
+    """The Runs of the files that sweep.py wrote; the dense run that one is compared with may lie in another."""
+    rows = [row for path in paths for row in read_rows(path)]
+    path = ", ".join(paths)
     losses = "val_loss_" + routing
     for row in rows:
         for name in ("L", "K", "N_act", "N", "compute", losses) + (("A",) if row["arch"] == "xmod" else ()):
@@ -160,7 +161,8 @@ def differences(path, rows, losses):
 
     spread, pairs = seed_spread(rows, losses)
     baseline = np.array([np.mean(dense[key]) for key, _ in sparse])
-    shapes = {row["backbone"]: {name: row[name] for name in SHAPE if row.get(name)} for _, row in sparse}
+    shapes = {row["backbone"]: {**{name: row[name] for name in SHAPE if row.get(name)}, "N_act": row["N_act"]}
+              for row in rows if row["arch"] == "dense"}
     return Runs(path, *map(column, ("name", "backbone", "L", "K", "A", "N", "N_act", "compute", losses)),
                 delta=column(losses) - baseline, group=np.array([groups[key] for key, _ in sparse]),
                 dense_runs=np.array([len(dense[key]) for key, _ in sparse]), seed_spread=spread, seed_pairs=pairs,
