@@ -32,9 +32,9 @@ MPI := $(shell command -v mpicxx 2>/dev/null)
 NVCC ?= $(shell command -v nvcc || ls /usr/local/cuda/bin/nvcc 2>/dev/null)
 CUDA_ARCH ?= $(shell nvidia-smi --query-gpu=compute_cap --format=csv,noheader 2>/dev/null | \
   grep -E '^[0-9]+\.[0-9]+$$' | head -1 | tr -d .)
-# The first Python that has the packages of the scripts.
-PYTHON ?= $(or $(shell for p in python3 /usr/bin/python3; do \
-  $$p -c 'import numpy, matplotlib' 2>/dev/null && echo $$p && break; done),python3)
+# The first Python that has the packages of the scripts; SciPy, for the scaling law, where there is one with it.
+PYTHON ?= $(or $(shell for packages in numpy,scipy,matplotlib numpy,matplotlib; do for p in python3 /usr/bin/python3; do \
+  $$p -c "import $$packages" 2>/dev/null && echo $$p && break 2; done; done),python3)
 
 # No fast-math: NaN checks must work. -fno-math-errno only says that nobody reads errno behind sqrt.
 COMPILE = $(CXX) -std=c++20 -fno-math-errno $(MACHINE) $(OPENMP) $(WARNINGS) -I. -MMD -MP

@@ -3,7 +3,7 @@
 #
 #   scripts/install_deps.sh build       compiler, make, JSON headers
 #   scripts/install_deps.sh test        GoogleTest
-#   scripts/install_deps.sh plot        Python with numpy and matplotlib
+#   scripts/install_deps.sh plot        Python with numpy, scipy and matplotlib
 #   scripts/install_deps.sh reference   PyTorch with a fast BLAS, for the reference model
 #   scripts/install_deps.sh lint        clang and clang-format
 #
@@ -25,7 +25,7 @@ apt_packages() {
   case "$1" in
     build) echo "g++ make nlohmann-json3-dev" ;;
     test) echo "libgtest-dev" ;;
-    plot) echo "python3 python3-numpy python3-matplotlib" ;;
+    plot) echo "python3 python3-numpy python3-scipy python3-matplotlib" ;;
     reference) echo "python3 python3-numpy python3-torch libopenblas0-pthread" ;;
     lint) echo "clang clang-format libomp-dev" ;;
   esac
@@ -35,7 +35,7 @@ brew_packages() {
   case "$1" in
     build) echo "libomp make nlohmann-json" ;;
     test) echo "googletest" ;;
-    plot) echo "python numpy python-matplotlib" ;;
+    plot) echo "python numpy scipy python-matplotlib" ;;
     reference) echo "python numpy pytorch" ;;
     lint) echo "llvm clang-format" ;;
   esac

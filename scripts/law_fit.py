@@ -133,6 +133,16 @@ class Design:
         return value, slope
 
 
+    def by_constants(self, theta, slope):
+        """Derivatives (B, 10, n) by effects turned into those by e, the logarithms of u, w and z, and the exponents."""
+        slope = slope.copy()
+        for i, _, slopes in self.middle.factors(theta):
+            slope[:, i] *= theta[:, i, None]  # an effect is its constant divided by a factor of the exponents
+            for j, by in slopes.items():
+                slope[:, j] -= slope[:, i] * np.reshape(by, (-1, 1))
+        return slope
+
+
 # ---------------------------------------------------------------------------------------------------------------
 # least squares
 
@@ -277,6 +287,7 @@ class Fit:
     settings: Settings
     theta: np.ndarray  # (10,), effects in the middle
     noise: float  # standard deviation of a run's loss about the law
+    seed_noise: float  # the same by the spread over seeds; 0 where that is not known
     samples: np.ndarray = None  # (bootstrap, 10), effects in the middle
     problem: Problem = None
 
@@ -308,7 +319,8 @@ def fit(runs, settings, middle=None, ridge=False):
         noise = noise_of(design, theta[0], target, free)
         problem = Problem(design, lower, upper, 2 * noise, priors_of(settings, noise), 0.05 * noise if ridge else 0.0)
         theta = descend(problem, target, theta[:8])
-    return Fit(design, settings, theta[0], noise_of(design, theta[0], target, free), problem=problem)
+    seed_noise = runs.seed_spread if runs.seed_pairs >= 2 else 0.0
+    return Fit(design, settings, theta[0], noise_of(design, theta[0], target, free), seed_noise, problem=problem)
 
 
 def robust_spread(values):
@@ -329,13 +341,15 @@ def priors_of(settings, noise):
 
 
 def bootstrap(found, runs):
-    """Adds the samples: the law refitted to its own values plus its own residuals, drawn anew."""
+    """Adds the samples: the law refitted to its own values plus its own residuals, drawn anew. Few runs may lie
+    closer to the law than seeds to each other; the residuals are then made as large as the spread over seeds."""
     settings, design = found.settings, found.design
     random = np.random.default_rng([settings.seed, 2])
     law = design.whiten(design.values(found.theta[None], slopes=False))[0]
     residual = design.whiten(runs.delta) - law
     n, free = len(residual), int((found.problem.lower < found.problem.upper).sum())
     residual = (residual - residual.mean()) * np.sqrt(n / max(1, n - free))
+    residual *= max(1.0, found.seed_noise / max(residual.std(), 1e-12))
     targets = law + residual[random.integers(n, size=(settings.bootstrap, n))]
     starts = np.repeat(found.theta[None], settings.bootstrap, axis=0)
     found.samples, _ = minimise(found.problem, starts, targets, steps=60)
