@@ -39,9 +39,13 @@ PYTHON ?= $(or $(shell for p in python3 /usr/bin/python3; do \
 # No fast-math: NaN checks must work. -fno-math-errno only says that nobody reads errno behind sqrt.
 COMPILE = $(CXX) -std=c++20 -fno-math-errno $(MACHINE) $(OPENMP) $(WARNINGS) -I. -MMD -MP
 
-# For GPUs of one architecture, or for 8.x and 9.0, and by way of PTX for later ones.
-GPU_CODE := $(if $(CUDA_ARCH),-gencode arch=compute_$(CUDA_ARCH)$(comma)code=sm_$(CUDA_ARCH),\
+# For GPUs of one architecture, if nvcc knows it, or for 8.x and 9.0, and by way of PTX for later ones.
+GPU := $(patsubst sm_%,%,$(subst .,,$(CUDA_ARCH)))
+KNOWN_GPU = $(if $(GPU),$(filter-out sm_7%,$(filter sm_$(GPU),$(shell $(NVCC) --list-gpu-code 2>/dev/null))))
+GPU_CODE = $(if $(KNOWN_GPU),-gencode arch=compute_$(GPU)$(comma)code=sm_$(GPU),\
   -gencode arch=compute_80$(comma)code=sm_80 -gencode arch=compute_90$(comma)code=[sm_90$(comma)compute_90])
+ANY_GPU := 8.x$(comma) 9.0 and later
+FOR_GPU = $(if $(KNOWN_GPU),$(GPU),$(ANY_GPU) ($(if $(GPU),none for $(GPU) itself,no GPU found here)))
 HOST_FLAGS = $(subst $(space),$(comma),$(strip $(MACHINE) $(OPENMP) $(WARNINGS) -fno-math-errno))
 COMPILE_CUDA = $(NVCC) -std=c++20 -ccbin $(CXX) $(GPU_CODE) -Xcompiler $(HOST_FLAGS) -I. -MMD -MP
 TRAIN_CUDA := $(if $(NVCC),$(patsubst %.cu,%cu,$(wildcard train_xmod.cu)))
@@ -63,7 +67,7 @@ report:
 	@echo "compiler  $(CXX) $(MACHINE)"
 	@echo "OpenMP    $(if $(OPENMP),found: all cores are used,not found: one thread only)"
 	@echo "MPI       $(if $(MPI),found at $(MPI),not found); several ranks are not built yet: skipped"
-	@echo "nvcc      $(if $(NVCC),found at $(NVCC): for compute capability $(or $(CUDA_ARCH),8.x$(comma) 9.0 and later (no GPU found here)),not found: no train_xmodcu)"
+	@echo "nvcc      $(if $(NVCC),found at $(NVCC): for compute capability $(FOR_GPU),not found: no train_xmodcu)"
 
 build:
 	@mkdir -p build

@@ -285,7 +285,8 @@ void report_floors(Report& report, const Case& model, const BenchOptions& o) {
     const bool muon = line.kind == Kind::muon;  // whose products go through memory as often as they like
     const double arithmetic = flops / bounds.of(line.kind), memory = muon ? 0 : bytes / bounds.copy;
     const double each = std::max(arithmetic, memory);
-    const bool of_update = muon || line.pass == "adamw_update" || line.pass == "sum_of_squares";
+    const bool of_update =
+        muon || line.pass == "adamw_update" || line.pass == "sum_of_squares" || line.pass == "zero";
     (of_update ? update : micro_batch) += each * calls;
     lines.push_back({each * calls,
                      {line.pass, line.shape, calls, flops > 0 ? Cell(flops / 1e9) : Cell(),

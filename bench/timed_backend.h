@@ -127,76 +127,65 @@ class TimedBackend : public Backend {
   }
 
   using N = int64_t;
+  using P = const void*;  // a tensor that is not weighed
 
-  TIMED(matmul_forward, (auto out, auto inp, auto, N n, N C, N OC), product(n, C, OC, out, inp))
-  TIMED(matmul_add_forward, (auto out, auto inp, auto, N n, N C, N OC), product(n, C, OC, out, inp))
-  TIMED(matmul_dinp, (auto dinp, auto dout, auto, N n, N C, N OC, bool), row_product(n, C, OC, dinp, dout))
-  TIMED(matmul_dweight, (auto dweight, auto, auto inp, N n, N C, N OC),
-        weight_product(n, C, OC, dweight, inp))
-  TIMED(matmul_fp32_forward, (auto out, auto, auto, N n, N C, N OC),
+  TIMED(matmul_forward, (auto out, auto inp, P, N n, N C, N OC), product(n, C, OC, out, inp))
+  TIMED(matmul_add_forward, (auto out, auto inp, P, N n, N C, N OC), product(n, C, OC, out, inp))
+  TIMED(matmul_dinp, (auto dinp, auto dout, P, N n, N C, N OC, bool), row_product(n, C, OC, dinp, dout))
+  TIMED(matmul_dweight, (auto dweight, P, auto inp, N n, N C, N OC), weight_product(n, C, OC, dweight, inp))
+  TIMED(matmul_fp32_forward, (auto out, P, P, N n, N C, N OC),
         product(n, C, OC, out, out, Kind::fp32_product))
 
-  TIMED(attention_forward, (auto, auto, auto q, auto, auto, N, auto, auto, auto, N nq, N B, N H, N KV, N hd),
+  TIMED(attention_forward, (P, P, auto q, P, P, N, P, P, P, N nq, N B, N H, N KV, N hd),
         attention(2, 2, q, nq, B, H, KV, hd))
-  TIMED(attention_backward,
-        (auto, auto, auto, N, auto, auto q, auto, auto, N, auto, auto, auto, auto, auto, N nq, N, N B, N H,
-         N KV, N hd),
+  TIMED(attention_backward, (P, P, P, N, P, auto q, P, P, N, P, P, P, P, P, N nq, N, N B, N H, N KV, N hd),
         attention(5, 4, q, nq, B, H, KV, hd))
 
-  TIMED(encoder_forward, (auto out, auto, auto embed, N n, N d), moves(n, d, out, embed))
-  TIMED(encoder_backward, (auto dembed, auto dout, auto, N n, N, N d), moves(n, d, dembed, dembed, dout))
-  TIMED(rmsnorm_forward, (auto out, auto, auto inp, auto, N n, N d, float), moves(n, d, out, inp))
-  TIMED(rmsnorm_backward, (auto dinp, auto, auto dout, auto inp, auto, auto, N n, N d),
-        moves(n, d, dinp, dout, inp))
-  TIMED(rmsnorm_add_backward, (auto dinp, auto, auto dout, auto inp, auto, auto, N n, N d),
+  TIMED(encoder_forward, (auto out, P, auto embed, N n, N d), moves(n, d, out, embed))
+  TIMED(encoder_backward, (auto dembed, auto dout, P, N n, N, N d), moves(n, d, dembed, dembed, dout))
+  TIMED(rmsnorm_forward, (auto out, P, auto inp, P, N n, N d, float), moves(n, d, out, inp))
+  TIMED(rmsnorm_backward, (auto dinp, P, auto dout, auto inp, P, P, N n, N d), moves(n, d, dinp, dout, inp))
+  TIMED(rmsnorm_add_backward, (auto dinp, P, auto dout, auto inp, P, P, N n, N d),
         moves(n, d, dinp, dinp, dout, inp))
-  TIMED(gather_rmsnorm_forward, (auto x, auto out, auto, auto stream, auto, auto, N n, N d, float),
+  TIMED(gather_rmsnorm_forward, (auto x, auto out, P, auto stream, P, P, N n, N d, float),
         moves(n, d, x, out, stream))
-  TIMED(residual_rmsnorm_forward, (auto h, auto out, auto, auto x, auto delta, auto, N n, N d, float),
+  TIMED(residual_rmsnorm_forward, (auto h, auto out, P, auto x, auto delta, P, N n, N d, float),
         moves(n, d, h, out, x, delta))
-  TIMED(residual_rmsnorm_backward, (auto dx, auto ddelta, auto, auto dout, auto h, auto, auto, N n, N d),
+  TIMED(residual_rmsnorm_backward, (auto dx, auto ddelta, P, auto dout, auto h, P, P, N n, N d),
         moves(n, d, dx, ddelta, ddelta, dout, h))
-  TIMED(router_backward, (auto dx, auto, auto, auto x, auto, N n, N d, float), moves(n, d, dx, dx, x))
-  TIMED(route_topk,
-        (auto, auto, auto, auto, auto, auto, auto, auto, auto stream, auto, auto, float, float, N B, N T, N,
-         N d, float),
+  TIMED(router_backward, (auto dx, P, P, auto x, P, N n, N d, float), moves(n, d, dx, dx, x))
+  TIMED(route_topk, (P, P, P, P, P, P, P, P, auto stream, P, P, float, float, N B, N T, N, N d, float),
         moves(B* T, d, stream))
-  TIMED(gated_scatter_forward, (auto stream, auto delta, auto, auto, auto, N n, N d),
+  TIMED(gated_scatter_forward, (auto stream, auto delta, P, P, P, N n, N d),
         moves(n, d, stream, stream, delta))
-  TIMED(gated_scatter_backward,
-        (auto ddelta, auto, auto, auto dstream, auto delta, auto logit, auto, auto, N n, N d),
+  TIMED(gated_scatter_backward, (auto ddelta, P, P, auto dstream, auto delta, auto logit, P, P, N n, N d),
         logit ? moves(n, d, ddelta, dstream, delta) : moves(n, d, ddelta, dstream))
-  TIMED(scatter_add, (auto stream, auto inp, auto, N n, N d), moves(n, d, stream, stream, inp))
-  TIMED(gather, (auto out, auto stream, auto, N n, N d), moves(n, d, out, stream))
-  TIMED(qk_norm_rope_forward,
-        (auto, auto, auto, auto qkv, auto, auto, auto, auto, N n, N, N H, N KV, N hd, float),
+  TIMED(scatter_add, (auto stream, auto inp, P, N n, N d), moves(n, d, stream, stream, inp))
+  TIMED(gather, (auto out, auto stream, P, N n, N d), moves(n, d, out, stream))
+  TIMED(qk_norm_rope_forward, (P, P, P, auto qkv, P, P, P, P, N n, N, N H, N KV, N hd, float),
         moves(n, (H + KV) * hd, qkv, qkv))
-  TIMED(qk_norm_rope_backward,
-        (auto, auto, auto, auto, auto, auto qkv, auto, auto, auto, auto, auto, N n, N, N H, N KV, N hd),
+  TIMED(qk_norm_rope_backward, (P, P, P, P, P, auto qkv, P, P, P, P, P, N n, N, N H, N KV, N hd),
         moves(n, (H + KV) * hd, qkv, qkv, qkv))
   TIMED(swiglu_forward, (auto act, auto gate_up, N n, N F), moves(n, F, act, gate_up, gate_up))
   TIMED(swiglu_backward, (auto dgate_up, auto dact, auto gate_up, N n, N F),
         moves(n, F, dgate_up, dgate_up, dact, gate_up, gate_up))
-  TIMED(crossentropy_forward_backward, (auto, auto logits, auto, float, N n, N V),
-        moves(n, V, logits, logits))
+  TIMED(crossentropy_forward_backward, (P, auto logits, P, float, N n, N V), moves(n, V, logits, logits))
   TIMED(zero, (auto data, N n), moves(n, data))
   TIMED(sum_of_squares, (auto inp, N n), moves(n, inp))
   TIMED(adamw_update, (auto param, auto m, auto v, auto grad, const AdamWStep&, N n),
         moves(n, param, param, m, m, v, v, grad))
-  TIMED(muon_update, (auto, auto, auto, auto, N count, N rows, N cols, const MuonStep&),
-        muon(count, rows, cols))
+  TIMED(muon_update, (P, P, P, P, N count, N rows, N cols, const MuonStep&), muon(count, rows, cols))
 
-  TIMED(moe_route_forward, (auto chosen, auto weight, auto score, auto, N n, N E, N),
+  TIMED(moe_route_forward, (auto chosen, auto weight, auto score, P, N n, N E, N),
         moves(n, E, chosen, weight, score, score))
   TIMED(moe_route_backward, (auto dlogit, auto dweight, auto weight, auto score, auto chosen, N n, N E),
         moves(n, E, dlogit, dweight, weight, score, chosen))
-  TIMED(group_by_expert, (auto, auto, auto, auto, auto, auto chosen, N n, N E), moves(n, E, chosen))
-  TIMED(expert_weight_forward, (auto out, auto inp, auto, auto, auto, N pairs, N, N width),
+  TIMED(group_by_expert, (P, P, P, P, P, auto chosen, N n, N E), moves(n, E, chosen))
+  TIMED(expert_weight_forward, (auto out, auto inp, P, P, P, N pairs, N, N width),
         moves(pairs, width, out, inp))
-  TIMED(expert_weight_backward,
-        (auto dinp, auto, auto dout, auto inp, auto, auto, auto, N pairs, N, N, N width),
+  TIMED(expert_weight_backward, (auto dinp, P, auto dout, auto inp, P, P, P, N pairs, N, N, N width),
         moves(pairs, width, dinp, dout, inp))
-  TIMED(sum_pairs_add, (auto out, auto inp, auto, auto, N n, N d),
+  TIMED(sum_pairs_add, (auto out, auto inp, P, P, N n, N d),
         moves(n, d, out, out, inp))  // every token has one pair at least
 #undef TIMED
 
