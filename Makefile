@@ -39,22 +39,27 @@ PYTHON ?= $(or $(shell for p in python3 /usr/bin/python3; do \
 # No fast-math: NaN checks must work. -fno-math-errno only says that nobody reads errno behind sqrt.
 COMPILE = $(CXX) -std=c++20 -fno-math-errno $(MACHINE) $(OPENMP) $(WARNINGS) -I. -MMD -MP
 
-# For GPUs of one architecture, or for 8.x and 9.0, and by way of PTX for later ones.
-GPU_CODE := $(if $(CUDA_ARCH),-gencode arch=compute_$(CUDA_ARCH)$(comma)code=sm_$(CUDA_ARCH),\
+# For GPUs of one architecture, if nvcc knows it, or for 8.x and 9.0, and by way of PTX for later ones.
+GPU := $(patsubst sm_%,%,$(subst .,,$(CUDA_ARCH)))
+KNOWN_GPU = $(if $(GPU),$(filter-out sm_7%,$(filter sm_$(GPU),$(shell $(NVCC) --list-gpu-code 2>/dev/null))))
+GPU_CODE = $(if $(KNOWN_GPU),-gencode arch=compute_$(GPU)$(comma)code=sm_$(GPU),\
   -gencode arch=compute_80$(comma)code=sm_80 -gencode arch=compute_90$(comma)code=[sm_90$(comma)compute_90])
+ANY_GPU := 8.x$(comma) 9.0 and later
+FOR_GPU = $(if $(KNOWN_GPU),$(GPU),$(ANY_GPU) ($(if $(GPU),none for $(GPU) itself,no GPU found here)))
 HOST_FLAGS = $(subst $(space),$(comma),$(strip $(MACHINE) $(OPENMP) $(WARNINGS) -fno-math-errno))
 COMPILE_CUDA = $(NVCC) -std=c++20 -ccbin $(CXX) $(GPU_CODE) -Xcompiler $(HOST_FLAGS) -I. -MMD -MP
 TRAIN_CUDA := $(if $(NVCC),$(patsubst %.cu,%cu,$(wildcard train_xmod.cu)))
 
-FORMATTED := $(wildcard *.cpp *.cu *.h bench/*.cpp bench/*.h xmod/*.cpp xmod/*.h xmod/layers/*.h test/*.cpp test/*.h \
+FORMATTED := $(wildcard *.cpp *.cu *.h bench/*.cpp bench/*.cu bench/*.h xmod/*.cpp xmod/*.h xmod/layers/*.h test/*.cpp test/*.h \
   test/cuda_emulation/*.h test/cuda_emulation/include/*.h)
 # Tests that are built a second time, for the CUDA backend. The others run there too, in minutes under emulation:
 # make test ON_CUDA='optimizer properties properties_routing generate'
 ON_CUDA ?= passes passes_attention passes_experts passes_routing experts reference
 CUDA_TESTS := $(ON_CUDA:%=build/test_cuda_%)
+DEVICE_TESTS := $(ON_CUDA:%=build/test_device_%) $(patsubst %,build/test_device_%,cuda_attention cuda_graph cuda_passes_bf16)
 TESTS := $(patsubst test/%.cpp,build/%,$(wildcard test/test_*.cpp)) $(CUDA_TESTS)
 
-.PHONY: all report quickstart test test-programs bench format format-check clean
+.PHONY: all report quickstart test test-programs device-test-programs bench format format-check clean
 
 all: report train_xmod $(TRAIN_CUDA)
 
@@ -62,7 +67,7 @@ report:
 	@echo "compiler  $(CXX) $(MACHINE)"
 	@echo "OpenMP    $(if $(OPENMP),found: all cores are used,not found: one thread only)"
 	@echo "MPI       $(if $(MPI),found at $(MPI),not found); several ranks are not built yet: skipped"
-	@echo "nvcc      $(if $(NVCC),found at $(NVCC): for compute capability $(or $(CUDA_ARCH),8.x$(comma) 9.0 and later (no GPU found here)),not found: no train_xmodcu)"
+	@echo "nvcc      $(if $(NVCC),found at $(NVCC): for compute capability $(FOR_GPU),not found: no train_xmodcu)"
 
 build:
 	@mkdir -p build
@@ -92,8 +97,21 @@ $(CUDA_TESTS): build/test_cuda_%: test/test_%.cpp build/cpu_matmul.o | build
 build/test_%: test/test_%.cpp build/cpu_matmul.o | build
 	$(COMPILE) $(TEST_CXXFLAGS) $(EMULATION) $< $(filter %.o,$^) -o $@ -lgtest -lgtest_main -pthread
 
+# The same tests on a GPU, compiled by nvcc: build/test_device_passes and so on. scripts/gpu_check.sh runs them.
+build/test_device_%: test/test_%.cpp build/cpu_matmul.o | build
+	$(COMPILE_CUDA) $(TEST_CXXFLAGS) -DXMOD_TEST_CUDA -x cu $< -Xlinker $(filter %.o,$^) -o $@ -lgtest -lgtest_main -lcublas
+
+device-test-programs: $(DEVICE_TESTS)
+
 build/bench_xmod: bench/bench_xmod.cpp build/cpu_matmul.o | build
 	$(COMPILE) $(CXXFLAGS) $< $(filter %.o,$^) -o $@ -ldl
+
+build/bench_xmodcu: bench/bench_xmodcu.cu | build
+	$(COMPILE_CUDA) $(CXXFLAGS) $< -o $@ -lcublas
+
+# The GPU's benchmark on the CPU: its figures mean nothing, but it runs.
+build/bench_emulated: bench/bench_xmodcu.cu build/cpu_matmul.o | build
+	$(COMPILE) $(TEST_CXXFLAGS) -Itest/cuda_emulation/include -rdynamic -x c++ $< -x none $(filter %.o,$^) -o $@
 
 -include $(wildcard build/*.d)
 
@@ -102,7 +120,7 @@ test-programs: $(TESTS)
 # The second make starts after the packages are there, so it sees them.
 test:
 	@scripts/install_deps.sh build test plot
-	@$(MAKE) --no-print-directory -j2 train_xmod build/bench_xmod test-programs
+	@$(MAKE) --no-print-directory -j2 train_xmod build/bench_xmod build/bench_emulated test-programs
 	@$(PYTHON) scripts/run_tests.py $(TESTS)
 
 bench: build/bench_xmod

@@ -528,7 +528,7 @@ class CpuBackend : public CpuExpertPasses {
                        const float* inp,     // (n, C)
                        const float* weight,  // (OC, C)
                        int64_t n, int64_t C, int64_t OC) {
-    matmul_dinp(dinp, dout, weight, n, C, OC, {.accumulate = false});
+    matmul_dinp(dinp, dout, weight, n, C, OC, false);
     matmul_dweight(dweight, dout, inp, n, C, OC);
   }
 
@@ -539,7 +539,7 @@ class CpuBackend : public CpuExpertPasses {
                            const float* inp,     // (n, C)
                            const float* weight,  // (OC, C)
                            int64_t n, int64_t C, int64_t OC) {
-    matmul_dinp(dinp, dout, weight, n, C, OC, {.accumulate = true});
+    matmul_dinp(dinp, dout, weight, n, C, OC, true);
     matmul_dweight(dweight, dout, inp, n, C, OC);
   }
 
@@ -547,8 +547,9 @@ class CpuBackend : public CpuExpertPasses {
   void matmul_dinp(float* dinp,          // (n, C)
                    const float* dout,    // (n, OC)
                    const float* weight,  // (OC, C)
-                   int64_t n, int64_t C, int64_t OC, const MatmulUpdate& update) {
-    matmul(dinp, C, stored(dout, OC), stored(weight, C), n, C, OC, matmul_scratch_, update);
+                   int64_t n, int64_t C, int64_t OC, bool accumulate) {
+    matmul(dinp, C, stored(dout, OC), stored(weight, C), n, C, OC, matmul_scratch_,
+           {.accumulate = accumulate});
   }
 
   void matmul_dweight(float* dweight,     // (OC, C) added to

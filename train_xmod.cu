@@ -138,6 +138,9 @@ class CudaBackend {
   void use_graphs(bool use) { graph_.enabled = use; }
   int64_t graph_nodes() const { return graph_.nodes(); }
 
+  // On which all passes run, one behind the other.
+  cudaStream_t stream() const { return stream_.get(); }
+
   // ------------------------------------------------------------------------------------------------
   // index tables
 
@@ -360,12 +363,27 @@ class CudaBackend {
 
   void matmul_backward(floatX* dinp, float* dweight, const floatX* dout, const floatX* inp,
                        const float* weight, int64_t n, int64_t C, int64_t OC) {
-    backward_products(dinp, dweight, dout, inp, weight, n, C, OC, 0);
+    matmul_dinp(dinp, dout, weight, n, C, OC, false);
+    matmul_dweight(dweight, dout, inp, n, C, OC);
   }
 
   void matmul_add_backward(floatX* dinp, float* dweight, const floatX* dout, const floatX* inp,
                            const float* weight, int64_t n, int64_t C, int64_t OC) {
-    backward_products(dinp, dweight, dout, inp, weight, n, C, OC, 1);
+    matmul_dinp(dinp, dout, weight, n, C, OC, true);
+    matmul_dweight(dweight, dout, inp, n, C, OC);
+  }
+
+  void matmul_dinp(floatX* dinp, const floatX* dout, const float* weight, int64_t n, int64_t C, int64_t OC,
+                   bool accumulate) {
+    if (n == 0) return;
+    matmul_(dinp, Factor<floatX>{dout}, Factor<floatX>{weight_factor(weight, OC * C)}, {n, C, OC}, 1,
+            accumulate);
+  }
+
+  void matmul_dweight(float* dweight, const floatX* dout, const floatX* inp, int64_t n, int64_t C,
+                      int64_t OC) {
+    if (n == 0) return;
+    matmul_(dweight, Factor<floatX>{dout, true}, Factor<floatX>{inp}, {OC, C, n}, 1, 1);
   }
 
   void matmul_fp32_forward(float* out, const floatX* inp, const float* weight, int64_t n, int64_t C,
@@ -832,13 +850,6 @@ class CudaBackend {
     if (n == 0) return;
     matmul_(out, Factor<floatX>{inp}, Factor<floatX>{weight_factor(weight, OC * C), true}, {n, OC, C}, 1,
             beta);
-  }
-
-  void backward_products(floatX* dinp, float* dweight, const floatX* dout, const floatX* inp,
-                         const float* weight, int64_t n, int64_t C, int64_t OC, float beta) {
-    if (n == 0) return;
-    matmul_(dinp, Factor<floatX>{dout}, Factor<floatX>{weight_factor(weight, OC * C)}, {n, C, OC}, 1, beta);
-    matmul_(dweight, Factor<floatX>{dout, true}, Factor<floatX>{inp}, {OC, C, n}, 1, 1);
   }
 
   // dinp leaves fp32 behind its sums.
