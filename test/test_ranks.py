@@ -148,7 +148,7 @@ class CudaTest(RanksTest):
     """The CUDA backend, whose kernels run on the CPU: gradients go through host memory beside the running step. From
     the second step on the step is a graph."""
     binary = EMULATED
-    RUN = {"steps": 3, "eval_interval": 3, "eval_batches": 1, "checkpoint_interval": 0, "total_batch_tokens": None}
+    RUN = {"steps": 3, "eval_interval": 3, "eval_batches": 0, "checkpoint_interval": 0, "total_batch_tokens": None}
 
     def run_ranks(self, ranks, out, **changes):
         self.finish_alike(ranks, **{**self.RUN, "out": out, "batch_size": 4 // ranks, **changes})
