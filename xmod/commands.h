@@ -215,6 +215,16 @@ inline std::vector<int32_t> encode_prompt(const Tokenizer& tokenizer, const std:
   return prompt.empty() ? tokenizer.encode("\n") : prompt;
 }
 
+// On the error output: the model does not see the beginning of a prompt that is longer than its context.
+inline void note_long_prompts(const std::vector<std::vector<int32_t>>& texts, int64_t T) {
+  for (size_t i = 0; i < texts.size(); i++) {
+    const auto size = static_cast<long long>(texts[i].size());
+    if (size <= T) continue;
+    std::fprintf(stderr, "note: prompt %zu has %lld tokens, the context %lld; the model sees its last %lld\n",
+                 i + 1, size, static_cast<long long>(T), static_cast<long long>(T));
+  }
+}
+
 inline std::vector<std::string> read_prompts(const std::string& path) {
   std::vector<std::string> prompts;
   std::istringstream lines(read_file(path));
@@ -275,6 +285,7 @@ void generate_text(const Options& options) {
   Backend backend(options.machine);
   Model<Backend> model(backend, config, B, Use::inference);
   load_model(o.checkpoint, model);
+  note_long_prompts(texts, config.seq_len);
   Generation<Backend> generation(model, std::move(texts), {o.temperature, o.top_k, o.top_p},
                                  static_cast<uint64_t>(o.seed), tokenizer.eot(), o.use_cache);
   TextPrinter printer(std::move(prompts));
