@@ -313,6 +313,9 @@ inline std::vector<Flag> plan_flags() {
                  "sequences of a micro-batch, for the memory estimate, as the next two"),
       value_flag("optimizer", "NAME", part, &O::optimizer, {}, "muon or adamw, for the hidden matrices"),
       value_flag("recompute", "NAME", part, &O::recompute, {}, kRecomputeHelp),
+      value_flag("law", "FILE", part, &O::law, {},
+                 "predict the difference to the dense model's loss by the scaling law that "
+                 "scripts/scaling_law.py fit wrote"),
       switch_flag("json", part, &O::json, true, "print JSON"),
   };
 }

@@ -54,6 +54,7 @@ struct TrainOptions {
 
 struct PlanOptions {
   double compute = 0;       // 0: not given
+  std::string law;          // file of a fitted scaling law; empty: none
   int64_t batch_size = 16;  // this and the next two: of the memory estimate
   Optimizer optimizer = Optimizer::muon;
   Recompute recompute = Recompute::none;

@@ -1,5 +1,6 @@
 // `plan`: what a model is made of and what it costs, before anything is allocated: a picture of its layers,
-// parameters, FLOPs, tokens for a compute budget, memory by group.
+// parameters, FLOPs, tokens for a compute budget, memory by group; with a fitted scaling law also what loss
+// to expect.
 #pragma once
 
 #include <algorithm>
@@ -17,6 +18,7 @@
 #include "xmod/optimizer.h"
 #include "xmod/options.h"
 #include "xmod/safetensors.h"
+#include "xmod/scaling_law.h"
 #include "xmod_common.h"
 
 namespace xmod {
@@ -365,6 +367,37 @@ inline void print_counts(const ModelConfig& c, double compute, std::ostream& out
   }
 }
 
+inline LawPrediction predict_by(const std::string& path, const ModelConfig& c) {
+  const LawPoint point = law_point(c, path);
+  const LawPrediction prediction = predict(read_scaling_law(path), point);
+  if (!std::isfinite(prediction.delta))
+    fail(path, ": its law gives no finite number for this model; is the file damaged?");
+  return prediction;
+}
+
+inline nlohmann::ordered_json prediction_json(const LawPrediction& prediction) {
+  nlohmann::ordered_json out = {{"delta", prediction.delta}};
+  if (prediction.confidence > 0) {
+    out["low"] = prediction.low;
+    out["high"] = prediction.high;
+    out["confidence"] = prediction.confidence;
+  }
+  out["beyond"] = prediction.beyond;
+  return out;
+}
+
+inline void print_prediction(const LawPrediction& prediction, const std::string& path, std::ostream& out) {
+  out << "\nLoss, by the law of " << path << "\n"
+      << print("  %-22s", "relative to dense") << print("%+.4f nats per token", prediction.delta);
+  if (prediction.confidence > 0) {
+    out << print(", %.0f%% interval %+.4f to %+.4f", 100 * prediction.confidence, prediction.low,
+                 prediction.high);
+  }
+  out << "\n";
+  if (!prediction.beyond.empty())
+    out << "  beyond the runs that the law was fitted to: " << prediction.beyond << "\n";
+}
+
 }  // namespace detail
 
 template <class Backend>
@@ -387,6 +420,7 @@ nlohmann::ordered_json plan_json(const ModelConfig& c, const PlanOptions& o, con
       {"memory", detail::memory_json(training_memory<Backend>(c, run))},
   };
   if (o.compute > 0) out["tokens"] = tokens_for_compute(c, o.compute);
+  if (!o.law.empty()) out["scaling_law"] = detail::prediction_json(detail::predict_by(o.law, c));
   return out;
 }
 
@@ -399,9 +433,12 @@ void print_plan(const Options& options, std::ostream& out) {
     out << plan_json<Backend>(c, o, run).dump(2) << "\n";
     return;
   }
+  LawPrediction prediction;  // first, so that a law that does not apply is told before anything is printed
+  if (!o.law.empty()) prediction = detail::predict_by(o.law, c);
   out << detail::title(c) << ", " << c.active_layers << " active layers, context " << c.seq_len << "\n\n";
   detail::print_layers(c, out);
   detail::print_counts(c, o.compute, out);
+  if (!o.law.empty()) detail::print_prediction(prediction, o.law, out);
   const int64_t threads = threads_of<Backend>(run);
   out << "\nMemory to train on batches of " << o.batch_size << " x " << c.seq_len << " tokens in fp32, with "
       << threads << (threads == 1 ? " thread\n" : " threads\n");
