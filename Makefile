@@ -38,9 +38,9 @@ HAS_MPI := $(if $(MPI_COMMAND),$(call compiles,$(HASH)include <mpi.h>\nint main(
 NVCC ?= $(shell command -v nvcc || ls /usr/local/cuda/bin/nvcc 2>/dev/null)
 CUDA_ARCH ?= $(shell nvidia-smi --query-gpu=compute_cap --format=csv,noheader 2>/dev/null | \
   grep -E '^[0-9]+\.[0-9]+$$' | head -1 | tr -d .)
-# The first Python that has the packages of the scripts.
-PYTHON ?= $(or $(shell for p in python3 /usr/bin/python3; do \
-  $$p -c 'import numpy, matplotlib' 2>/dev/null && echo $$p && break; done),python3)
+# The first Python that has the packages of the scripts; SciPy, for the scaling law, where there is one with it.
+PYTHON ?= $(or $(shell for packages in numpy,scipy,matplotlib numpy,matplotlib; do for p in python3 /usr/bin/python3; do \
+  $$p -c "import $$packages" 2>/dev/null && echo $$p && break 2; done; done),python3)
 
 # No fast-math: NaN checks must work. -fno-math-errno only says that nobody reads errno behind sqrt.
 COMPILE = $(CXX) -std=c++20 -fno-math-errno $(MACHINE) $(OPENMP) $(WARNINGS) -I. -MMD -MP
@@ -104,8 +104,16 @@ $(CUDA_TESTS): build/test_cuda_%: test/test_%.cpp build/cpu_matmul.o | build
 build/test_%: test/test_%.cpp build/cpu_matmul.o | build
 	$(COMPILE) $(TEST_CXXFLAGS) $(EMULATION) $< $(filter %.o,$^) -o $@ -lgtest -lgtest_main -pthread
 
-# For tests of several ranks.
+# The same tests on a GPU, compiled by nvcc: build/test_device_passes and so on. scripts/gpu_check.sh runs them.
 build/test_device_%: test/test_%.cpp build/cpu_matmul.o | build
+	$(COMPILE_CUDA) $(TEST_CXXFLAGS) -DXMOD_TEST_CUDA -x cu $< -Xlinker $(filter %.o,$^) -o $@ -lgtest -lgtest_main -lcublas
+
+device-test-programs: $(DEVICE_TESTS)
+
+# For tests of several ranks.
+build/emulated_train: test/emulated_train.cpp build/cpu_matmul.o | build
+	$(COMPILE) $(TEST_CXXFLAGS) $(MPI_COMPILE) -Itest/cuda_emulation/include -rdynamic $(ALIGNED) $< $(filter %.o,$^) -o $@ \
+	  $(MPI_LINK) -pthread
 
 build/bench_xmod: bench/bench_xmod.cpp build/cpu_matmul.o | build
 	$(COMPILE) $(CXXFLAGS) $< $(filter %.o,$^) -o $@ -ldl

@@ -46,7 +46,7 @@ def predict_rest(runs, settings, factor, level, mask):
     rest, held = runs.where(~mask), runs.where(mask)
     lower, upper = law_fit.limits(settings)
     free = [i for i in range(law_fit.P) if lower[i] < upper[i] and law_fit.NAMES[i] not in settings.priors]
-    lost = [law_fit.NAMES[i] for i in unidentified(rest, free)] if len(rest) >= len(free) else list(law_fit.NAMES)
+    lost = [law_fit.NAMES[i] for i in unidentified(rest, free)]
     found = law_fit.fit(rest, settings, ridge=bool(lost))
     predicted = found.predict(held)
     return Prediction(factor, level, mask, predicted, predicted - held.delta, lost)

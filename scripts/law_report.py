@@ -20,12 +20,12 @@ def require_identified(runs, settings):
     lower, upper = law_fit.limits(settings)
     free = [i for i in range(P) if lower[i] < upper[i] and NAMES[i] not in settings.priors]
     lost = unidentified(runs, free)
-    if len(runs) >= len(free) and not lost:
+    if not lost:
         return
-    names = ", ".join(NAMES[i] for i in (lost or free))
+    names = ", ".join(NAMES[i] for i in lost)
     counts = ", ".join(f"{len(set(np.asarray(runs.factor(name)).tolist()))} of {name}" for name in ("L", "K", "A", "N_act"))
-    fail(f"{runs.path}: too few runs for the parameters {names}: {len(runs)} runs of X-MoD with {counts} for "
-         f"{len(free)} free parameters; train more, or give --fix or --prior for them")
+    fail(f"{runs.path}: too few runs for the parameters {names}: {len(runs)} of X-MoD with {counts}, and {len(free)} "
+         "parameters; train more, or hold some by --fix or --prior")
 
 
 def unidentified(runs, free):
@@ -35,8 +35,7 @@ def unidentified(runs, free):
     slope = design.whiten(design.values(theta)[1])[:, free]  # (8, free, n)
     size = np.linalg.norm(slope, axis=2, keepdims=True)
     blind = (size < 1e-12).all(0)[:, 0]
-    if len(runs) < len(free):
-        return []
+    slope = np.pad(slope, [(0, 0), (0, 0), (0, max(0, len(free) - len(runs)))])
     _, values, directions = np.linalg.svd((slope / np.maximum(size, 1e-300)).transpose(0, 2, 1), full_matrices=False)
     share = np.where(values[:, :, None] < 1e-6 * values[:, :1, None], np.abs(directions), 0).max(1)  # (8, free)
     return [i for i, lost, part in zip(free, blind, share.min(0)) if lost or part > 1e-3]
@@ -53,7 +52,8 @@ def verdicts(found):
         margin = 1e-3 * (upper[i] - lower[i])
         at_low = (found.samples[:, i] <= lower[i] + margin).mean() > tail
         at_high = (found.samples[:, i] >= upper[i] - margin).mean() > tail
-        result[name] = (low[i], high[i], verdict(name, low[i], high[i], lower[i] == upper[i], at_low, at_high))
+        told = verdict(name, low[i], high[i], lower[i] == upper[i], at_low, at_high)
+        result[name] = (low[i], high[i], told + (", with a prior" if name in found.settings.priors else ""))
     return result
 
 
