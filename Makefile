@@ -2,7 +2,7 @@
 # make quickstart  install what is missing, build, train a small model on this repository's text, show a sample
 # make test        install what the tests need, build and run all of them
 # make bench       measure each pass and the whole training step beside what this machine can do (some minutes);
-#                  BENCH='--size tiny' or other options: BENCH=--help lists them
+#                  BENCH='--size tiny' or other options: BENCH=--help lists them; scripts/gpu_check.sh is for GPUs
 # make format      format the C++ sources
 # make clean       remove what was built (quickstart/ holds a trained model: it stays)
 #
