@@ -62,9 +62,14 @@ void train(const Options& options) {
     const std::string& from = options.train.init_from;
     require_same_sizes(from, options.model, load_config(from, "--init-from"));
   }
-  require_memory(
-      training_memory<Backend>(options.model, run_size(options.train, options.machine.threads)).total(),
-      Backend::memory_bytes());
+  const MemoryEstimate memory =
+      training_memory<Backend>(options.model, run_size(options.train, options.machine.threads));
+  const int64_t available = Backend::memory_bytes();
+  if (memory.total() > available) {
+    std::cerr << "memory\n";
+    print_memory(memory, std::cerr);
+  }
+  require_memory(memory.total(), available);
   Backend backend(options.machine);
   Trainer<Backend>(backend, options, std::cout).run();
 }
@@ -363,7 +368,7 @@ template <class Backend, class Bf16Backend = Backend>
 int run_commands(int argc, char** argv) {
   std::signal(SIGXFSZ, SIG_IGN);  // a file at its size limit is an error of write(), not the end
   try {
-    const Options options = parse_options(argc, argv);
+    const Options options = parse_options(argc, argv, Backend::kProcessor);
     if (options.machine.precision == Precision::bf16) {
       run_command<Bf16Backend>(options);
     } else {
