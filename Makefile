@@ -1,8 +1,10 @@
 # make             build ./train_xmod, the CPU trainer, and, where nvcc is, ./train_xmodcu for GPUs; say what was found
 # make quickstart  install what is missing, build, train a small model on this repository's text, show a sample
 # make test        install what the tests need, build and run all of them
+# make compare     train a few steps on the CPU and with CUDA (on this machine's GPU; without one, emulated) and print
+#                  how far apart their tensors are; COMPARE=--worst: only the worst of each kind
 # make bench       measure each pass and the whole training step beside what this machine can do (some minutes);
-#                  BENCH='--size tiny' or other options: BENCH=--help lists them
+#                  BENCH='--size tiny' or other options: BENCH=--help lists them; scripts/gpu_check.sh is for GPUs
 # make format      format the C++ sources
 # make clean       remove what was built (quickstart/ holds a trained model: it stays)
 #
@@ -61,11 +63,12 @@ FORMATTED := $(wildcard *.cpp *.cu *.h bench/*.cpp bench/*.cu bench/*.h xmod/*.c
 # Tests that are built a second time, for the CUDA backend. The others run there too, in minutes under emulation:
 # make test ON_CUDA='optimizer properties properties_routing generate'
 ON_CUDA ?= passes passes_attention passes_experts passes_routing experts reference
+RECORDED_EMULATED := build/record_cpu.o build/record_cuda_emulated.o build/cpu_matmul.o
 CUDA_TESTS := $(ON_CUDA:%=build/test_cuda_%)
 DEVICE_TESTS := $(ON_CUDA:%=build/test_device_%) $(patsubst %,build/test_device_%,cuda_attention cuda_graph cuda_passes_bf16)
-TESTS := $(patsubst test/%.cpp,build/%,$(wildcard test/test_*.cpp)) $(CUDA_TESTS)
+TESTS := $(patsubst test/%.cpp,build/%,$(wildcard test/test_*.cpp)) $(CUDA_TESTS) build/compare_backends_emulated
 
-.PHONY: all report quickstart test test-programs device-test-programs bench format format-check clean
+.PHONY: all report quickstart test test-programs device-test-programs compare bench format format-check clean
 
 all: report train_xmod $(TRAIN_CUDA)
 
@@ -101,6 +104,10 @@ build/test_cuda_%: EMULATION := -Itest/cuda_emulation/include -rdynamic $(ALIGNE
 $(CUDA_TESTS): build/test_cuda_%: test/test_%.cpp build/cpu_matmul.o | build
 	$(COMPILE) $(TEST_CXXFLAGS) -DXMOD_TEST_CUDA $(EMULATION) $< $(filter %.o,$^) -o $@ -lgtest -lgtest_main -pthread
 
+# Both backends in one program.
+build/test_cuda_training build/test_cuda_program: build/test_%: test/test_%.cpp $(RECORDED_EMULATED) | build
+	$(COMPILE) $(TEST_CXXFLAGS) $(EMULATION) $< $(filter %.o,$^) -o $@ -lgtest -lgtest_main -pthread
+
 build/test_%: test/test_%.cpp build/cpu_matmul.o | build
 	$(COMPILE) $(TEST_CXXFLAGS) $(EMULATION) $< $(filter %.o,$^) -o $@ -lgtest -lgtest_main -pthread
 
@@ -114,6 +121,25 @@ device-test-programs: $(DEVICE_TESTS)
 build/emulated_train: test/emulated_train.cpp build/cpu_matmul.o | build
 	$(COMPILE) $(TEST_CXXFLAGS) $(MPI_COMPILE) -Itest/cuda_emulation/include -rdynamic $(ALIGNED) $< $(filter %.o,$^) -o $@ \
 	  $(MPI_LINK) -pthread
+
+# The two backends in objects of their own: where there is a GPU, no compiler takes both.
+build/record_cpu.o: test/record_cpu.cpp | build
+	$(COMPILE) $(TEST_CXXFLAGS) -c $< -o $@
+
+build/record_cuda.o: test/record_cuda.cu | build
+	$(COMPILE_CUDA) $(TEST_CXXFLAGS) -c $< -o $@
+
+build/record_cuda_emulated.o: test/record_cuda.cu | build
+	$(COMPILE) $(TEST_CXXFLAGS) -Itest/cuda_emulation/include $(ALIGNED) -x c++ -c $< -o $@
+
+build/compare_backends.o: test/compare_backends.cpp | build
+	$(COMPILE) $(TEST_CXXFLAGS) -c $< -o $@
+
+build/compare_backends: build/compare_backends.o build/record_cpu.o build/record_cuda.o build/cpu_matmul.o
+	$(NVCC) -ccbin $(CXX) $(if $(OPENMP),-Xcompiler $(OPENMP)) $^ -o $@ -lcublas
+
+build/compare_backends_emulated: build/compare_backends.o $(RECORDED_EMULATED)
+	$(CXX) $(OPENMP) $(ALIGNED) -rdynamic $^ -o $@ -pthread
 
 build/bench_xmod: bench/bench_xmod.cpp build/cpu_matmul.o | build
 	$(COMPILE) $(CXXFLAGS) $< $(filter %.o,$^) -o $@ -ldl
@@ -134,6 +160,11 @@ test:
 	@scripts/install_deps.sh build test plot
 	@$(MAKE) --no-print-directory -j2 train_xmod build/bench_xmod build/bench_emulated test-programs
 	@$(PYTHON) scripts/run_tests.py $(TESTS)
+
+COMPARED := build/compare_backends$(if $(and $(NVCC),$(CUDA_ARCH)),,_emulated)
+compare: $(COMPARED)
+	@echo 'CUDA against the CPU$(if $(findstring emulated,$(COMPARED)),; no GPU found here: its kernels run emulated)'
+	@OMP_WAIT_POLICY=passive $(COMPARED) $(COMPARE)
 
 bench: build/bench_xmod
 	@build/bench_xmod $(BENCH)

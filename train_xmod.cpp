@@ -41,6 +41,7 @@ class CpuBackend : public CpuExpertPasses {
  public:
   using floatX = float;                      // of activations and weights inside products
   static constexpr bool kHostMemory = true;  // tensors lie where the program itself reads and writes
+  static constexpr Processor kProcessor = Processor::cpu;
 
   explicit CpuBackend(const MachineOptions& machine = {})
       : matmul_scratch_(choose_matmul_kernel(machine.precision, machine.instructions)) {
@@ -545,6 +546,36 @@ class CpuBackend : public CpuExpertPasses {
                            int64_t n, int64_t C, int64_t OC) {
     matmul_dinp(dinp, dout, weight, n, C, OC, true);
     matmul_dweight(dweight, dout, inp, n, C, OC);
+  }
+
+  // Each group of rows with the matrix of its expert: group e is rows expert_offsets[e] ..
+  // expert_offsets[e+1], matrix e begins at weight + e * stride, its gradient at dweight + e * stride.
+  void expert_matmul_forward(float* out,                     // (pairs, OC)
+                             const float* inp,               // (pairs, C)
+                             const float* weight,            // E of (OC, C)
+                             int64_t stride,                 // from one matrix to the next
+                             const int64_t* expert_offsets,  // (E+1)
+                             int64_t /*pairs*/, int64_t E, int64_t C, int64_t OC) {
+    for (int64_t e = 0; e < E; e++) {
+      const int64_t first = expert_offsets[e], rows = expert_offsets[e + 1] - first;
+      if (rows > 0) matmul_forward(out + first * OC, inp + first * C, weight + e * stride, rows, C, OC);
+    }
+  }
+
+  void expert_matmul_backward(float* dinp,                    // (pairs, C)
+                              float* dweight,                 // E of (OC, C) added to
+                              const float* dout,              // (pairs, OC)
+                              const float* inp,               // (pairs, C)
+                              const float* weight,            // E of (OC, C)
+                              int64_t stride,                 // from one matrix to the next
+                              const int64_t* expert_offsets,  // (E+1)
+                              int64_t /*pairs*/, int64_t E, int64_t C, int64_t OC) {
+    for (int64_t e = 0; e < E; e++) {
+      const int64_t first = expert_offsets[e], rows = expert_offsets[e + 1] - first;
+      if (rows == 0) continue;
+      matmul_backward(dinp + first * C, dweight + e * stride, dout + first * OC, inp + first * C,
+                      weight + e * stride, rows, C, OC);
+    }
   }
 
   // The two products that they are.

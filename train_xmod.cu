@@ -18,6 +18,7 @@
 
 #include "xmod/cuda_attention.h"
 #include "xmod/cuda_common.h"
+#include "xmod/cuda_expert_matmul.h"
 #include "xmod/cuda_experts.h"
 #include "xmod/cuda_graph.h"
 #include "xmod/cuda_loss.h"
@@ -40,8 +41,10 @@ class CudaBackend {
   using SideStream = CudaSideStream;
   static constexpr bool kHostMemory = false;
   static constexpr bool kMixed = !std::is_same_v<floatX, float>;
+  static constexpr Processor kProcessor = Processor::gpu;
 
-  explicit CudaBackend(const MachineOptions& = {}) : matmul_(stream_.get()) {
+  explicit CudaBackend(const MachineOptions& machine = {}) : matmul_(stream_.get()) {
+    graph_.enabled = machine.cuda_graph;
     zero(counters_.reserve(SumScratch::kCounters), SumScratch::kCounters);
     sum_.reserve(1);
     partial_sums_.reserve(kMostSumBlocks);
@@ -405,6 +408,20 @@ class CudaBackend {
     matmul_(dweight, Factor<floatX>{dout, true}, Factor<floatX>{inp}, {OC, C, n}, 1, 1);
   }
 
+  void expert_matmul_forward(floatX* out, const floatX* inp, const float* weight, int64_t stride,
+                             const int64_t* expert_offsets, int64_t pairs, int64_t E, int64_t C, int64_t OC) {
+    const floatX* matrices = weight_factor(weight, (E - 1) * stride + OC * C);
+    cuda_expert_matmul_forward(out, inp, matrices, stride, expert_offsets, pairs, E, C, OC, stream_.get());
+  }
+
+  void expert_matmul_backward(floatX* dinp, float* dweight, const floatX* dout, const floatX* inp,
+                              const float* weight, int64_t stride, const int64_t* expert_offsets,
+                              int64_t pairs, int64_t E, int64_t C, int64_t OC) {
+    const floatX* matrices = weight_factor(weight, (E - 1) * stride + OC * C);
+    cuda_expert_matmul_backward(dinp, dweight, dout, inp, matrices, stride, expert_offsets, pairs, E, C, OC,
+                                stream_.get());
+  }
+
   void matmul_fp32_forward(float* out, const floatX* inp, const float* weight, int64_t n, int64_t C,
                            int64_t OC) {
     if (n == 0) return;
@@ -535,22 +552,22 @@ class CudaBackend {
   // ------------------------------------------------------------------------------------------------
   // experts: grouped rows (from here on in the order of xmod/cpu_experts.h)
 
-  // The one place where the host waits for a layer: it has to know how many rows each expert's product has.
+  // All on the device: the host goes on with the most pairs that there may be.
   int64_t group_by_expert(int32_t* row, int32_t* expert, int32_t* slot, int64_t* slot_offsets,
-                          int64_t* expert_offsets, const uint8_t* chosen, int64_t n, int64_t E) {
-    graph_.refuse("layers with experts wait for the host");
+                          int64_t* expert_offsets, const uint8_t* chosen, int64_t n, int64_t E,
+                          int64_t most_pairs) {
+    if (most_pairs > 0)
+      cuda_check(cudaMemsetAsync(row, 0xFF, static_cast<size_t>(most_pairs) * sizeof(*row), stream_.get()));
     const int64_t chunks = std::max<int64_t>(1, (n + kExpertChunk - 1) / kExpertChunk);
     int32_t* counts = counts_.reserve((chunks + 1) * E);
-    int64_t* offsets = offsets_.reserve(E + 1);
     const dim3 blocks(grid(E, kRowThreads), grid(chunks));
     launch(expert_counts_kernel, blocks, kRowThreads, 0, stream_.get(), counts, chosen, n, E);
-    launch(expert_offsets_kernel, 1, kRowThreads, 0, stream_.get(), offsets, counts, counts + chunks * E,
-           chunks, E);
+    launch(expert_offsets_kernel, 1, kRowThreads, 0, stream_.get(), expert_offsets, counts,
+           counts + chunks * E, chunks, E);
     launch(slot_offsets_kernel, 1, kSelectThreads, 0, stream_.get(), slot_offsets, chosen, n, E);
     launch(group_pairs_kernel, blocks, kRowThreads, 0, stream_.get(), row, expert, slot, slot_offsets, counts,
            chosen, n, E);
-    to_host(expert_offsets, offsets, E + 1);
-    return expert_offsets[E];
+    return most_pairs;
   }
 
   void expert_weight_forward(floatX* out, const floatX* inp, const float* weight, const int32_t* row,
@@ -588,9 +605,7 @@ class CudaBackend {
   }
 
   void add_expert_loads(float* loads, const int64_t* expert_offsets, int64_t E) {
-    int64_t* offsets = offsets_.reserve(E + 1);
-    to_device(offsets, expert_offsets, E + 1);
-    each_number(stream_.get(), add_expert_loads_kernel, E, loads, offsets, E);
+    each_number(stream_.get(), add_expert_loads_kernel, E, loads, expert_offsets, E);
   }
 
   // ------------------------------------------------------------------------------------------------

@@ -280,18 +280,17 @@ void report_floors(Report& report, const Case& model, const BenchOptions& o) {
   std::vector<Line> lines;
   double micro_batch = 0, update = 0;
   for (const PassLine& line : pass_lines(backend.passes)) {
-    const double calls = static_cast<double>(line.calls), flops = line.flops / calls,
-                 bytes = line.bytes / calls;
+    const double flops = line.flops / line.calls, bytes = line.bytes / line.calls;
     const bool muon = line.kind == Kind::muon;  // whose products go through memory as often as they like
     const double arithmetic = flops / bounds.of(line.kind), memory = muon ? 0 : bytes / bounds.copy;
     const double each = std::max(arithmetic, memory);
     const bool of_update =
         muon || line.pass == "adamw_update" || line.pass == "sum_of_squares" || line.pass == "zero";
-    (of_update ? update : micro_batch) += each * calls;
-    lines.push_back({each * calls,
-                     {line.pass, line.shape, calls, flops > 0 ? Cell(flops / 1e9) : Cell(),
+    (of_update ? update : micro_batch) += each * line.calls;
+    lines.push_back({each * line.calls,
+                     {line.pass, line.shape, line.calls, flops > 0 ? Cell(flops / 1e9) : Cell(),
                       muon ? Cell() : Cell(bytes / 1e6), arithmetic > memory ? "arithmetic" : "memory",
-                      each * 1e6, each * calls * 1e3}});
+                      each * 1e6, each * line.calls * 1e3}});
   }
   std::sort(lines.begin(), lines.end(), [](const Line& a, const Line& b) { return a.seconds > b.seconds; });
   std::vector<std::vector<Cell>> rows;
@@ -372,13 +371,10 @@ inline BenchOptions parse_bench_options(int argc, char** argv) {
   return o;
 }
 
-// A mixture of experts needs its router's choice: its rows cannot be counted without running it.
 template <class Backend>
 void run_floors(const BenchOptions& o) {
   Report report(o.json, [] { return [](Cell&) { return std::string(); }; });
-  for (const Case& model : cases(o)) {
-    if (!has_experts(model.config.arch)) report_floors<Backend>(report, model, o);
-  }
+  for (const Case& model : cases(o)) report_floors<Backend>(report, model, o);
   report.finish();
 }
 

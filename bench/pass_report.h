@@ -65,48 +65,30 @@ inline std::string show_shape(const Cost& cost) {
   return text;
 }
 
-// Calls that stand on one line: of one shape or, where products have many numbers of rows, of one matrix.
+// Calls of one pass with one shape, named.
 struct PassLine {
   std::string pass, shape;
   Kind kind;
-  int64_t calls = 0;
-  double flops = 0, bytes = 0;  // of all calls
-  std::vector<double> seconds = {};
+  double calls, flops, bytes;  // of all calls
+  std::vector<double> seconds;
 
-  void add(const PassCalls& more) {
-    calls += more.count;
-    flops += more.cost.flops * static_cast<double>(more.count);
-    bytes += more.cost.bytes * static_cast<double>(more.count);
-    seconds.insert(seconds.end(), more.seconds.begin(), more.seconds.end());
-  }
   double total() const { return sum(seconds); }
 };
 
 template <class Passes>
 std::vector<PassLine> pass_lines(const Passes& passes) {
-  constexpr size_t kMostShapes = 8;  // of one matrix; experts have as many as there are loads
-  std::map<std::pair<std::string_view, std::array<int64_t, 2>>, std::vector<const PassCalls*>> matrices;
-  for (const auto& [key, calls] : passes)
-    matrices[{key.first, {key.second[1], key.second[2]}}].push_back(&calls);
   std::vector<PassLine> lines;
-  for (const auto& [key, shapes] : matrices) {
-    const bool together = shapes.size() > kMostShapes;
-    for (const PassCalls* calls : shapes) {
-      if (!together || calls == shapes[0])
-        lines.push_back({std::string(key.first), show_shape(calls->cost), calls->cost.kind});
-      lines.back().add(*calls);
-    }
-    if (together) {
-      lines.back().shape = std::to_string(shapes[0]->cost.shape[0]) + ".." + show_shape(shapes.back()->cost);
-    }
+  for (const auto& [key, calls] : passes) {
+    const double count = static_cast<double>(calls.count);
+    lines.push_back({std::string(key.first), show_shape(calls.cost), calls.cost.kind, count,
+                     calls.cost.flops * count, calls.cost.bytes * count, calls.seconds});
   }
   return lines;
 }
 
 // Name, shape and rates of passes of which one takes so long.
 inline std::vector<Cell> rates(const PassLine& line, double seconds, const Bounds& bounds) {
-  const double flops = line.flops / static_cast<double>(line.calls);
-  const double bytes = line.bytes / static_cast<double>(line.calls);
+  const double flops = line.flops / line.calls, bytes = line.bytes / line.calls;
   std::vector<Cell> row = {line.pass, line.shape, seconds * 1e3, {}, {}, {}, {}};
   if (flops > 0) {
     row[3] = flops / seconds / bounds.arithmetic.size;
@@ -136,8 +118,13 @@ void report_alone(Report& report, Backend& backend, const std::string& only, dou
   std::vector<std::vector<Cell>> rows;
   for (const auto& [key, calls] : backend.passes) {
     if (key.first.find(only) == std::string_view::npos) continue;
-    PassLine line{std::string(key.first), show_shape(calls.cost), calls.cost.kind};
-    line.add(calls);
+    const PassLine line = {std::string(key.first),
+                           show_shape(calls.cost),
+                           calls.cost.kind,
+                           1,
+                           calls.cost.flops,
+                           calls.cost.bytes,
+                           {}};
     rows.push_back(rates(line, median(backend.clock.repeat(calls.again, seconds)), bounds));
   }
   if (rows.empty()) usage_error("--only ", only, ": no pass of the step has such a name");
@@ -162,7 +149,7 @@ void report_passes(Report& report, const Backend& backend, double steps, double 
       continue;
     }
     std::vector<Cell> row = rates(line, median(line.seconds), bounds);
-    row.insert(row.begin() + 2, static_cast<double>(line.calls) / steps);
+    row.insert(row.begin() + 2, line.calls / steps);
     row.push_back(share);
     rows.push_back(row);
   }

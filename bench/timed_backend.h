@@ -59,6 +59,25 @@ Cost weight_product(int64_t n, int64_t C, int64_t OC, const Out* dweight, const 
   return {Kind::product, {n, C, OC}, 2.0 * n * C * OC, bytes};
 }
 
+// Rows (pairs, C), each times one of E matrices (C, OC).
+template <class Out, class Inp>
+Cost expert_product(int64_t pairs, int64_t E, int64_t C, int64_t OC, const Out* out, const Inp* inp) {
+  Cost cost = product(pairs, C, OC, out, inp);
+  cost.bytes += element_bytes(inp) * ((E - 1) * C * OC);
+  return cost;
+}
+
+// Their gradients: of the rows, in their format, and of the matrices in fp32, which are added to.
+template <class Out, class Inp>
+Cost expert_gradients(int64_t pairs, int64_t E, int64_t C, int64_t OC, const Out* dinp, const Inp* dout) {
+  Cost cost = expert_product(pairs, E, OC, C, dinp, dout);
+  cost.shape = {pairs, C, OC};
+  cost.flops *= 2;
+  cost.bytes +=
+      element_bytes(dout) * (pairs * (C + OC)) + 2 * sizeof(float) * static_cast<double>(E * C * OC);
+  return cost;
+}
+
 // Tensors of (n, d) read or written: one that is added to stands there twice.
 template <class... T>
 Cost moves(int64_t n, int64_t d, const T*... tensors) {
@@ -180,7 +199,10 @@ class TimedBackend : public Backend {
         moves(n, E, chosen, weight, score, score))
   TIMED(moe_route_backward, (auto dlogit, auto dweight, auto weight, auto score, auto chosen, N n, N E),
         moves(n, E, dlogit, dweight, weight, score, chosen))
-  TIMED(group_by_expert, (P, P, P, P, P, auto chosen, N n, N E), moves(n, E, chosen))
+  TIMED(expert_matmul_forward, (auto out, auto inp, P, N, P, N pairs, N E, N C, N OC),
+        expert_product(pairs, E, C, OC, out, inp))
+  TIMED(expert_matmul_backward, (auto dinp, P, auto dout, P, P, N, P, N pairs, N E, N C, N OC),
+        expert_gradients(pairs, E, C, OC, dinp, dout))
   TIMED(expert_weight_forward, (auto out, auto inp, P, P, P, N pairs, N, N width),
         moves(pairs, width, out, inp))
   TIMED(expert_weight_backward, (auto dinp, P, auto dout, auto inp, P, P, P, N pairs, N, N, N width),
@@ -198,6 +220,7 @@ class TimedBackend : public Backend {
     return Backend::pass(arguments...);                   \
   }
   UNTIMED(fill)
+  UNTIMED(add_expert_loads)
   UNTIMED(copy)
   UNTIMED(to_device)
   UNTIMED(to_host)
@@ -210,6 +233,16 @@ class TimedBackend : public Backend {
   UNTIMED(threshold_update)
   UNTIMED(mean)
 #undef UNTIMED
+
+  // Counted, all pairs that there may be.
+  N group_by_expert(int32_t* row, int32_t* expert, int32_t* slot, N* slot_offsets, N* expert_offsets,
+                    const uint8_t* chosen, N n, N E, N most_pairs) {
+    const N pairs = call("group_by_expert", detail::moves(n, E, chosen), [=, this] {
+      return Backend::group_by_expert(row, expert, slot, slot_offsets, expert_offsets, chosen, n, E,
+                                      most_pairs);
+    });
+    return timing == Timing::counted ? most_pairs : pairs;
+  }
 
   // A backward pass of a product is timed as the two products that it is.
   template <class X>

@@ -77,8 +77,14 @@ void train(const Options& options) {
   MachineOptions machine = options.machine;
   if (ranks.size() > 1) Backend::use_device(ranks.local_rank());
   if (ranks.local_size() > 1 && machine.threads == 0) machine.threads = threads_of_each<Backend>(ranks);
-  require_memory(training_memory<Backend>(options.model, run_size(options.train, machine.threads)).total(),
-                 Backend::memory_bytes());
+  const MemoryEstimate memory =
+      training_memory<Backend>(options.model, run_size(options.train, machine.threads));
+  const int64_t available = Backend::memory_bytes();
+  if (memory.total() > available && ranks.is_root()) {
+    std::cerr << "memory\n";
+    print_memory(memory, std::cerr);
+  }
+  require_memory(memory.total(), available);
   Backend backend(machine);
   Trainer<Backend>(backend, ranks, options, std::cout).run();
 }
@@ -395,7 +401,7 @@ template <class Backend, class Bf16Backend = Backend>
 int run_commands(int argc, char** argv) {
   std::signal(SIGXFSZ, SIG_IGN);  // a file at its size limit is an error of write(), not the end
   try {
-    const Options options = parse_options(argc, argv);
+    const Options options = parse_options(argc, argv, Backend::kProcessor);
     if (options.machine.precision == Precision::bf16) {
       run_command<Bf16Backend>(options);
     } else {

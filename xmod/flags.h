@@ -5,6 +5,7 @@
 #include <cstdint>
 #include <functional>
 #include <map>
+#include <optional>
 #include <string>
 #include <utility>
 #include <variant>
@@ -41,7 +42,12 @@ struct Flag {
   bool many = false;       // takes one value or more: --name A B C
   std::string group = {};  // heading in --help
   std::vector<Command> commands = {};
+  std::optional<Processor> processor = {};  // of the program that knows the flag; nothing: both do
 };
+
+inline const char* program_on(Processor processor) {
+  return processor == Processor::cpu ? "train_xmod" : "train_xmodcu";
+}
 
 inline bool of_command(const Flag& flag, Command command) {
   return std::find(flag.commands.begin(), flag.commands.end(), command) != flag.commands.end();
@@ -292,13 +298,27 @@ inline Flag threads_flag() {
 inline std::vector<Flag> product_flags() {
   using O = MachineOptions;
   constexpr auto part = &Options::machine;
+  Flag instructions =
+      value_flag("instructions", "NAME", part, &O::instructions, {},
+                 "of the processor, for matrix products: avx512, avx2 or portable; with bf16 amx, "
+                 "avx512-bf16 or portable (slow); auto: the fastest it says it has");
+  instructions.processor = Processor::cpu;
   return {
       value_flag("precision", "NAME", part, &O::precision, {},
                  "of the factors in matrix products: fp32 or bf16; sums and weights stay fp32"),
-      value_flag("instructions", "NAME", part, &O::instructions, {},
-                 "of the processor, for matrix products: avx512, avx2 or portable; with bf16 amx, "
-                 "avx512-bf16 or portable (slow); auto: the fastest it says it has"),
+      instructions,
   };
+}
+
+inline std::vector<Flag> graph_flags() {
+  constexpr auto part = &Options::machine;
+  Flag with = switch_flag("cuda-graph", part, &MachineOptions::cuda_graph, true,
+                          "launch each training step as one CUDA graph (default)");
+  Flag without = switch_flag("no-cuda-graph", part, &MachineOptions::cuda_graph, false,
+                             "launch its kernels one by one: slower, for profilers and for comparison");
+  with.processor = without.processor = Processor::gpu;
+  with.excludes = "no-cuda-graph";
+  return {with, without};
 }
 
 inline std::vector<Flag> plan_flags() {
@@ -401,7 +421,8 @@ inline std::vector<Flag> routing_report_flags() {
   };
 }
 
-inline std::vector<Flag> flag_table() {
+// Of all flags; processor: of the program whose flags these are, nothing: of both.
+inline std::vector<Flag> flag_table(std::optional<Processor> processor = {}) {
   const std::vector<Command> train = {Command::train}, plan = {Command::plan}, eval = {Command::eval},
                              generate = {Command::generate}, model = {Command::train, Command::plan},
                              all = {Command::train, Command::plan, Command::eval, Command::generate,
@@ -409,6 +430,7 @@ inline std::vector<Flag> flag_table() {
   std::vector<Flag> table;
   auto add = [&](const std::string& group, const std::vector<Command>& commands, std::vector<Flag> flags) {
     for (Flag& flag : flags) {
+      if (processor && flag.processor && flag.processor != processor) continue;
       flag.group = group;
       flag.commands = commands;
       table.push_back(std::move(flag));
@@ -427,6 +449,7 @@ inline std::vector<Flag> flag_table() {
   add("Routing", {Command::routing}, routing_report_flags());
   add("Machine", all, {threads_flag()});
   add("Machine", {Command::train, Command::eval, Command::generate, Command::routing}, product_flags());
+  add("Machine", train, graph_flags());
   add("Help", all,
       {{"help", "", "this page, also -h", [](Options& o, const std::string&) { o.help = true; }}});
   return table;

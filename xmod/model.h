@@ -522,12 +522,12 @@ class Model {
 
   // Of the micro-batches since the last step.
   ExpertLoads expert_loads() {
+    std::vector<float> sums(static_cast<size_t>(has_experts(config.arch) ? table.step_sums_total : 0));
+    be_.to_host(sums.data(), step_sums_.data(), static_cast<int64_t>(sums.size()));
     std::vector<std::vector<float>> layers;
     for (const LayerParameters& p : table.layers) {
       const int64_t at = loads_offset(p.ffn);
-      if (at < 0) continue;
-      layers.emplace_back(static_cast<size_t>(config.experts));
-      be_.to_host(layers.back().data(), step_sums_.data() + at, config.experts);
+      if (at >= 0) layers.emplace_back(sums.begin() + at, sums.begin() + at + config.experts);
     }
     return summarise_loads(layers, step_tokens_);
   }

@@ -18,11 +18,15 @@ inline const char* precision_name(Precision precision) {
   return precision == Precision::fp32 ? "fp32" : "bf16";
 }
 
+// What a program's passes run on.
+enum class Processor { cpu, gpu };
+
 // What a backend is made of.
 struct MachineOptions {
   int64_t threads = 0;  // of the processor; 0: OpenMP's default
   Precision precision = Precision::fp32;
   std::string instructions = "auto";  // of the processor, for the matrix products
+  bool cuda_graph = true;             // of the GPU: training steps as CUDA graphs
 };
 
 struct TrainOptions {

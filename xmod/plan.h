@@ -220,7 +220,8 @@ inline std::string bytes(int64_t n) {
 }  // namespace detail
 
 inline constexpr const char* kMemoryRemedy =
-    "`plan` shows what a run needs: choose a smaller --batch-size, --seq-len or model";
+    "`plan` shows what a run needs: choose a smaller --batch-size, --seq-len or model, or train with "
+    "--recompute block";
 
 // Refuses what cannot fit. Asking for it would not tell: Linux hands out more memory than it has, and ends
 // the process that comes to use it.
