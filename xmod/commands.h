@@ -22,6 +22,7 @@
 #include "xmod/model.h"
 #include "xmod/options.h"
 #include "xmod/plan.h"
+#include "xmod/rank_plan.h"
 #include "xmod/routing_map.h"
 #include "xmod/routing_output.h"
 #include "xmod/routing_report.h"
@@ -341,7 +342,7 @@ void run_command(const Options& options) {
     case Command::train:
       return detail::train<Backend>(options);
     case Command::plan:
-      return print_plan<Backend>(options, std::cout);
+      return print_plan_of_ranks<Backend>(options, std::cout);
     case Command::eval:
       return detail::eval<Backend>(options);
     case Command::generate:

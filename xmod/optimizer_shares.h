@@ -205,6 +205,16 @@ class OptimizerDealer {
 
 }  // namespace detail
 
+// The matrices of a share that Muon updates, as those of a whole table.
+inline MuonShapes muon_shapes(const TensorTable& parameters, const OptimizerShare& share) {
+  MuonShapes shapes;
+  for (const OptimizerPiece& piece : share.pieces) {
+    const Parameter& p = parameters.entries[static_cast<size_t>(piece.entry)];
+    if (piece.second_moment < 0) shapes[{p.shape[0], p.shape[1]}].push_back(p.offset);
+  }
+  return shapes;
+}
+
 // One share a rank. Every element of every parameter is in exactly one piece.
 inline std::vector<OptimizerShare> share_optimizer(const TensorTable& parameters, const OptimizerTable& table,
                                                    int64_t ranks) {

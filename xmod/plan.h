@@ -15,6 +15,7 @@
 
 #include "xmod/activations.h"
 #include "xmod/optimizer.h"
+#include "xmod/optimizer_shares.h"
 #include "xmod/options.h"
 #include "xmod/safetensors.h"
 #include "xmod_common.h"
@@ -130,12 +131,21 @@ struct RunSize {
   Optimizer optimizer = Optimizer::muon;
   Recompute recompute = Recompute::none;
   int64_t threads = 0;  // 0: as many as the backend takes by itself
+  int64_t ranks = 1;
+  int64_t zero = 0;  // 1: the ranks share out the optimizer's state
 };
 
 // Of TrainOptions or PlanOptions.
 template <class Part>
 RunSize run_size(const Part& o, int64_t threads = 0) {
   return {o.batch_size, o.optimizer, o.recompute, threads};
+}
+
+inline RunSize planned_run(const Options& options) {
+  RunSize run = run_size(options.plan, options.machine.threads);
+  run.ranks = std::max<int64_t>(1, options.plan.ranks);
+  run.zero = options.plan.zero;
+  return run;
 }
 
 template <class Backend>
@@ -159,6 +169,32 @@ inline int64_t host_bytes(const ModelConfig& c, const ParameterTable& table, int
          std::min(largest * static_cast<int64_t>(sizeof(float)), SafetensorsWriter::kPiece);
 }
 
+// Of the optimizer on one rank.
+struct OptimizerMemory {
+  int64_t momentum, second_moments, working;
+
+  int64_t total() const { return momentum + second_moments + working; }
+};
+
+// On the rank that needs most.
+template <class Backend>
+OptimizerMemory optimizer_memory(const ParameterTable& table, const OptimizerTable& optimizer,
+                                 const RunSize& run) {
+  constexpr int64_t kFloat = sizeof(float);
+  const int64_t threads = threads_of<Backend>(run);
+  if (run.zero == 0) {
+    return {table.total * kFloat, optimizer.second_moment_total * kFloat,
+            Backend::muon_bytes(muon_shapes(table, optimizer), threads)};
+  }
+  OptimizerMemory most{};
+  for (const OptimizerShare& share : share_optimizer(table, optimizer, run.ranks)) {
+    const OptimizerMemory memory{share.first_moment_total * kFloat, share.second_moment_total * kFloat,
+                                 Backend::muon_bytes(muon_shapes(table, share), threads)};
+    if (memory.total() > most.total()) most = memory;
+  }
+  return most;
+}
+
 }  // namespace detail
 
 template <class Backend>
@@ -168,20 +204,21 @@ MemoryEstimate training_memory(const ModelConfig& c, const RunSize& run) {
   const ParameterTable table = make_parameter_table(c, make_layer_plan(c));
   const OptimizerTable optimizer = make_optimizer_table(table, run.optimizer);
   const int64_t B = run.batch_size, threads = threads_of<Backend>(run);
+  const detail::OptimizerMemory state = detail::optimizer_memory<Backend>(table, optimizer, run);
   const Arena arena = measure_activations<floatX>(c, B, c.seq_len, Use::training, run.recompute);
   MemoryEstimate memory;
   memory.groups = {
       {"parameters", table.total * kFloat},
       {"gradients", table.total * kFloat},
-      {"optimizer: momentum", table.total * kFloat},
-      {"optimizer: AdamW's second moments", optimizer.second_moment_total * kFloat},
+      {"optimizer: momentum", state.momentum},
+      {"optimizer: AdamW's second moments", state.second_moments},
       {"rotary table, thresholds, biases", detail::state_bytes(c, table)},
   };
   memory.groups.insert(memory.groups.end(), arena.groups().begin(), arena.groups().end());
   const std::pair<std::string, int64_t> rest[] = {
       {"evaluation, beyond training", arena_bytes<floatX>(c, B, Use::training, run.recompute) - arena.used()},
       {"working memory of the passes", Backend::pass_bytes(c, B, Use::training, threads)},
-      {"working memory of Muon", Backend::muon_bytes(muon_shapes(table, optimizer), threads)},
+      {"working memory of Muon", state.working},
       {"batches, a piece of a checkpoint", detail::host_bytes(c, table, B)},
       {"program, libraries, threads' stacks", Backend::program_bytes(threads)},
   };
@@ -394,7 +431,7 @@ template <class Backend>
 void print_plan(const Options& options, std::ostream& out) {
   const ModelConfig& c = options.model;
   const PlanOptions& o = options.plan;
-  const RunSize run = run_size(o, options.machine.threads);
+  const RunSize run = planned_run(options);
   if (o.json) {
     out << plan_json<Backend>(c, o, run).dump(2) << "\n";
     return;
@@ -404,7 +441,8 @@ void print_plan(const Options& options, std::ostream& out) {
   detail::print_counts(c, o.compute, out);
   const int64_t threads = threads_of<Backend>(run);
   out << "\nMemory to train on batches of " << o.batch_size << " x " << c.seq_len << " tokens in fp32, with "
-      << threads << (threads == 1 ? " thread\n" : " threads\n");
+      << threads << (threads == 1 ? " thread" : " threads")
+      << (run.ranks > 1 ? ", on each of " + std::to_string(run.ranks) + " ranks\n" : "\n");
   print_memory(training_memory<Backend>(c, run), out);
 }
 
