@@ -481,15 +481,17 @@ class CudaBackend {
   }
 
   // As many matrices at a time as the scratch is to hold.
-  void muon_update(float* params, float* momentum, const float* grads, const int64_t* offsets, int64_t count,
-                   int64_t rows, int64_t cols, const MuonStep& h) {
+  void muon_update(float* params, float* momentum, const float* grads, const int64_t* offsets,
+                   const int64_t* momentum_offsets, int64_t count, int64_t rows, int64_t cols,
+                   const MuonStep& h) {
     constexpr int64_t kScratch = int64_t{1} << 25;  // numbers, of each of the two largest tensors
     const int64_t at_a_time = std::clamp<int64_t>(kScratch / (rows * cols), 1, count);
-    int64_t* device_offsets = offsets_.reserve(count);
+    int64_t* device_offsets = offsets_.reserve(2 * count);
     to_device(device_offsets, offsets, count);
+    to_device(device_offsets + count, momentum_offsets, count);
     for (int64_t i = 0; i < count; i += at_a_time) {
-      muon_matrices(params, momentum, grads, device_offsets + i, std::min(at_a_time, count - i), rows, cols,
-                    h);
+      const MuonMatrices matrices = {device_offsets + i, device_offsets + count + i, rows * cols};
+      muon_matrices(params, momentum, grads, matrices, std::min(at_a_time, count - i), rows, cols, h);
     }
   }
 
@@ -859,9 +861,8 @@ class CudaBackend {
   // ------------------------------------------------------------------------------------------------
   // Muon
 
-  void muon_matrices(float* params, float* momentum, const float* grads, const int64_t* offsets,
+  void muon_matrices(float* params, float* momentum, const float* grads, const MuonMatrices& matrices,
                      int64_t count, int64_t rows, int64_t cols, const MuonStep& h) {
-    const MuonMatrices matrices = {offsets, rows * cols};
     const dim3 blocks(grid(MuonMatrices::parts(rows * cols)), grid(count));
     double* squares = muon_squares_.reserve(count * MuonMatrices::kMostParts);
     floatX* x = muon_x_.reserve(count * rows * cols);

@@ -136,7 +136,7 @@ class TimedBackend : public Backend {
   TIMED(zero, (P, N n), moves(1, n))
   TIMED(sum_of_squares, (P, N n), moves(1, n))
   TIMED(adamw_update, (P, P, P, P, const AdamWStep&, N n), moves(7, n))
-  TIMED(muon_update, (P, P, P, P, N count, N rows, N cols, const MuonStep&), muon(count, rows, cols))
+  TIMED(muon_update, (P, P, P, P, P, N count, N rows, N cols, const MuonStep&), muon(count, rows, cols))
 #undef TIMED
 
   // A backward pass of a product is timed as the two products that it is.

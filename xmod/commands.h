@@ -2,6 +2,7 @@
 #pragma once
 
 #include <algorithm>
+#include <chrono>
 #include <csignal>
 #include <cstdio>
 #include <exception>
@@ -12,11 +13,13 @@
 #include <sstream>
 #include <string>
 #include <string_view>
+#include <thread>
 #include <utility>
 #include <vector>
 
 #include "xmod/checkpoint.h"
 #include "xmod/command_line.h"
+#include "xmod/communicator.h"
 #include "xmod/evaluate.h"
 #include "xmod/generate.h"
 #include "xmod/model.h"
@@ -57,17 +60,27 @@ inline ModelConfig load_config_for(const std::string& checkpoint, int64_t seq_le
   return config;
 }
 
+// The ranks of a host share its processors, whether their launcher has bound each to some or not.
+template <class Backend>
+int64_t threads_of_each(const Communicator& ranks) {
+  const int64_t all = std::max<int64_t>(1, std::thread::hardware_concurrency());
+  return std::clamp<int64_t>(all / ranks.local_size(), 1, Backend::threads());
+}
+
 template <class Backend>
 void train(const Options& options) {
   if (!options.train.init_from.empty()) {
     const std::string& from = options.train.init_from;
     require_same_sizes(from, options.model, load_config(from, "--init-from"));
   }
-  require_memory(
-      training_memory<Backend>(options.model, run_size(options.train, options.machine.threads)).total(),
-      Backend::memory_bytes());
-  Backend backend(options.machine);
-  Trainer<Backend>(backend, options, std::cout).run();
+  Communicator ranks;
+  ranks.join();
+  MachineOptions machine = options.machine;
+  if (ranks.local_size() > 1 && machine.threads == 0) machine.threads = threads_of_each<Backend>(ranks);
+  require_memory(training_memory<Backend>(options.model, run_size(options.train, machine.threads)).total(),
+                 Backend::memory_bytes());
+  Backend backend(machine);
+  Trainer<Backend>(backend, ranks, options, std::cout).run();
 }
 
 template <class Backend>
@@ -338,6 +351,7 @@ void run_command(const Options& options) {
     std::cout << options.help_text;
     return;
   }
+  if (options.command != Command::train) require_one_process(detail::name_of(options.command));
   switch (options.command) {
     case Command::train:
       return detail::train<Backend>(options);
@@ -352,10 +366,16 @@ void run_command(const Options& options) {
   }
 }
 
-// A name in the message may hold line breaks; the message is one line.
+// A name in the message may hold line breaks; the message is one line. Where all ranks of a run fail alike,
+// the first has said so and ended the others before they say it again.
 inline int report(const std::string& message, int exit_code) {
+  const Launch launch = find_launch();
+  if (launch.rank > 0) std::this_thread::sleep_for(std::chrono::seconds(1));
+  const std::string rank =
+      launch.rank > 0 ? detail::concatenate("rank ", launch.rank, " on ", host_name(), ": ") : "";
   std::fflush(stdout);
-  std::fprintf(stderr, "error: %s\n", printable(message, message.size()).c_str());
+  std::fprintf(stderr, "error: %s%s\n", rank.c_str(), printable(message, message.size()).c_str());
+  abort_ranks(exit_code);
   return exit_code;
 }
 

@@ -221,15 +221,19 @@ inline std::vector<Flag> length_flags() {
       value_flag("steps", "N", part, &O::steps, between(1, 2147483647), "optimizer steps to train for");
   Flag compute = value_flag("compute", "FLOPS", part, &O::compute, above(0),
                             "or: train for as many tokens as this compute pays for, such as 2e13");
-  steps.default_text = compute.default_text = "";
+  Flag total = value_flag("total-batch-tokens", "N", part, &O::total_batch_tokens, between(1, 1e15),
+                          "or: tokens of an optimizer step, for any number of processes; sets --grad-accum");
+  steps.default_text = compute.default_text = total.default_text = "";
   steps.excludes = "compute";
+  total.excludes = "grad-accum";
   return {
       steps,
       compute,
       value_flag("batch-size", "N", part, &O::batch_size, between(1, 2147483647),
-                 "sequences of a micro-batch"),
+                 "sequences of a micro-batch, in each process"),
       value_flag("grad-accum", "N", part, &O::grad_accum, between(1, 2147483647),
-                 "micro-batches of an optimizer step"),
+                 "micro-batches of an optimizer step, in each process"),
+      total,
   };
 }
 
@@ -253,6 +257,8 @@ inline std::vector<Flag> optimizer_flags() {
       value_flag("final-lr-fraction", "X", part, &O::final_lr_fraction, between(0, 1),
                  "the schedule ends at this share of the peak"),
       value_flag("grad-clip", "X", part, &O::grad_clip, at_least(0), "largest global gradient norm; 0: off"),
+      value_flag("zero", "N", part, &O::zero, between(0, 1),
+                 "several processes: 1: each keeps a share of the optimizer's state; 0: all of it"),
   };
 }
 

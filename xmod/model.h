@@ -89,10 +89,11 @@ class Model {
     auto step = [&] {
       forward_layers(Routing::topk);
       head_forward_backward(loss_scale);
+      tell_gradients(table.final_norm);
       backward_layers();
       be_.add_row_means(step_sums_.data(), act_->kth_score, sparse_layers, B);
     };
-    if (on_selection) {
+    if (on_selection || on_gradients) {
       step();
     } else {
       be_.repeat(this, B, T, loss_scale, step);
@@ -140,6 +141,16 @@ class Model {
     write_logits(out, act_->final_norm, B_);
   }
 
+  // Adds up what several ranks have counted since the last step: sum(values, n) sums over the ranks.
+  template <class Sum>
+  void sum_over_ranks(int64_t ranks, Sum sum) {
+    std::vector<float> sums(static_cast<size_t>(table.step_sums_total));
+    be_.to_host(sums.data(), step_sums_.data(), table.step_sums_total);
+    sum(sums.data(), table.step_sums_total);
+    be_.to_device(step_sums_.data(), sums.data(), table.step_sums_total);
+    step_tokens_ *= ranks;
+  }
+
   // Closes a training step: moves what training moves without a gradient, by the sums over its
   // micro-batches. step counts from 1. Returns the experts' loads.
   ExpertLoads close_step(int64_t step, int64_t micro_batches) {
@@ -170,6 +181,10 @@ class Model {
 
   // When set, is told the rows that each sparse layer has just selected (routing analysis, tests).
   std::function<void(int64_t layer, const Rows& rows)> on_selection;
+
+  // When set, is told by the backward pass that the gradients from `offset` on have had their share of the
+  // batch.
+  std::function<void(int64_t offset)> on_gradients;
 
   const ModelConfig config;
   const Recompute recompute;
@@ -399,9 +414,16 @@ class Model {
 
   void backward_layers() {
     ctx_.step_sums = nullptr;  // what is computed again has been counted
-    for (size_t l = plan.size(); l-- > 0;) layer_backward(l);
+    for (size_t l = plan.size(); l-- > 0;) {
+      layer_backward(l);
+      tell_gradients(table.layers[l].begin);
+    }
     be_.encoder_backward(gradient(table.embed_tokens), act_->dstream, act_->tokens, n_, config.vocab_size,
                          config.dim);
+  }
+
+  void tell_gradients(int64_t offset) const {
+    if (on_gradients) on_gradients(offset);
   }
 
   void layer_backward(size_t l) {

@@ -34,26 +34,6 @@ inline int64_t newton_schulz_flops(int64_t rows, int64_t cols) {
   return 5 * R * R * (3 * L + R);
 }
 
-// Consecutive elements of a parameter, and where their moments lie in the allocations of the rank that owns
-// them.
-struct OptimizerPiece {
-  int64_t entry;          // of the parameter table
-  int64_t first, size;    // of its elements; all of them under Muon
-  int64_t first_moment;   // offsets, in floats
-  int64_t second_moment;  // -1 under Muon
-};
-
-struct OptimizerShare {
-  std::vector<OptimizerPiece> pieces;  // in the order of the table
-  int64_t first_moment_total = 0;      // floats, padding included
-  int64_t second_moment_total = 0;
-  int64_t muon_flops = 0;  // of an optimizer step
-
-  int64_t bytes() const {
-    return (first_moment_total + second_moment_total) * static_cast<int64_t>(sizeof(float));
-  }
-};
-
 namespace detail {
 
 // So that a rank's pieces begin where vectors are aligned, and a cut moves no element between a loop over

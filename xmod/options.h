@@ -28,11 +28,13 @@ struct MachineOptions {
 struct TrainOptions {
   std::string train_data, val_data;  // globs of token shards; no val_data: no validation
   std::string out = "out";
-  std::string init_from;    // checkpoint whose weights the run starts from; empty: none
-  int64_t batch_size = 16;  // sequences of one forward and backward pass
-  int64_t grad_accum = 1;   // such passes per optimizer step
-  int64_t steps = 0;        // exactly one of these two is given
-  double compute = 0;       // training FLOPs
+  std::string init_from;           // checkpoint whose weights the run starts from; empty: none
+  int64_t batch_size = 16;         // sequences of one forward and backward pass
+  int64_t grad_accum = 1;          // such passes of each rank per optimizer step
+  int64_t total_batch_tokens = 0;  // of an optimizer step, all ranks together: sets grad_accum; 0: not given
+  int64_t zero = 0;                // 1: every rank keeps a share of the optimizer's state
+  int64_t steps = 0;               // exactly one of these two is given
+  double compute = 0;              // training FLOPs
   Optimizer optimizer = Optimizer::muon;
   double lr = 3.2e-3;
   double adamw_lr = -1;  // -1: lr
