@@ -147,7 +147,7 @@ class KilledRankTest(RanksTest):
         changes = {**self.LONG, "zero": 1, "checkpoint_interval": 2}
         for attempt in range(4):
             with self.subTest(attempt=attempt):
-                process = self.start_alike(2, resume=attempt > 0, **changes)
+                process = self.start_alike(2, resume=True if attempt else None, **changes)
                 done = len(read_metrics(self.folder / "out")) if attempt else 0
                 self.wait_for_step(process, done + 3)
                 time.sleep(0.013 * attempt)
