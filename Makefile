@@ -99,12 +99,17 @@ $(CUDA_TESTS): build/test_cuda_%: test/test_%.cpp build/cpu_matmul.o | build
 build/test_%: test/test_%.cpp build/cpu_matmul.o | build
 	$(COMPILE) $(TEST_CXXFLAGS) $(EMULATION) $< $(filter %.o,$^) -o $@ -lgtest -lgtest_main -pthread
 
+# For tests of several ranks.
+build/train_xmodcu_emulated: train_xmod.cu | build
+	$(COMPILE) $(TEST_CXXFLAGS) $(MPI_COMPILE) -Itest/cuda_emulation/include -rdynamic $(ALIGNED) -x c++ $< -x none -o $@ \
+	  $(MPI_LINK) -pthread
+
 build/bench_xmod: bench/bench_xmod.cpp build/cpu_matmul.o | build
 	$(COMPILE) $(CXXFLAGS) $< $(filter %.o,$^) -o $@ -ldl
 
 -include $(wildcard build/*.d)
 
-test-programs: $(TESTS)
+test-programs: $(TESTS) $(if $(HAS_MPI),build/train_xmodcu_emulated)
 
 # The second make starts after the packages are there, so it sees them.
 test:

@@ -39,7 +39,8 @@ namespace xmod {
 
 class CpuBackend : public CpuExpertPasses {
  public:
-  using floatX = float;  // of activations and weights inside products
+  using floatX = float;                      // of activations and weights inside products
+  static constexpr bool kHostMemory = true;  // tensors lie where the program itself reads and writes
 
   explicit CpuBackend(const MachineOptions& machine = {})
       : matmul_scratch_(choose_matmul_kernel(machine.precision, machine.instructions)) {
@@ -58,6 +59,9 @@ class CpuBackend : public CpuExpertPasses {
   static int threads() {
     return max_threads();
   }
+
+  // Before anything else: which device this process works on, of the ones that the ranks of a host share out.
+  static void use_device(int64_t /*local_rank*/) {}
 
   // ------------------------------------------------------------------------------------------------
   // memory

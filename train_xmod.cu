@@ -11,6 +11,7 @@
 #include <algorithm>
 #include <cmath>
 #include <cstdint>
+#include <memory>
 #include <string>
 #include <type_traits>
 #include <vector>
@@ -25,6 +26,7 @@
 #include "xmod/cuda_optimizer.h"
 #include "xmod/cuda_routing.h"
 #include "xmod/cuda_rows.h"
+#include "xmod/cuda_side_stream.h"
 #include "xmod/model.h"
 #include "xmod/optimizer.h"
 #include "xmod/options.h"
@@ -35,12 +37,20 @@ template <class Element>
 class CudaBackend {
  public:
   using floatX = Element;
+  using SideStream = CudaSideStream;
+  static constexpr bool kHostMemory = false;
   static constexpr bool kMixed = !std::is_same_v<floatX, float>;
 
   explicit CudaBackend(const MachineOptions& = {}) : matmul_(stream_.get()) {
     zero(counters_.reserve(SumScratch::kCounters), SumScratch::kCounters);
     sum_.reserve(1);
     partial_sums_.reserve(kMostSumBlocks);
+  }
+
+  static void use_device(int64_t local_rank) {
+    int devices = 0;
+    cuda_check(cudaGetDeviceCount(&devices));
+    cuda_check(cudaSetDevice(static_cast<int>(local_rank % std::max(1, devices))));
   }
 
   static std::string description() {
@@ -134,6 +144,15 @@ class CudaBackend {
   void repeat(const void* owner, int64_t B, int64_t T, float scale, Work work) {
     graph_.run({owner, B, T, scale}, allocations_, stream_.get(), work);
   }
+
+  // Of a step's work: sets a mark behind what has been launched; says whether the GPU has come there.
+  void mark(int64_t i) {
+    while (static_cast<int64_t>(marks_.size()) <= i) marks_.push_back(std::make_unique<CudaMark>());
+    marks_[static_cast<size_t>(i)]->set(stream_.get());
+  }
+  bool passed(int64_t i) const { return marks_[static_cast<size_t>(i)]->passed(); }
+
+  void wait() { cuda_check(cudaStreamSynchronize(stream_.get())); }
 
   void use_graphs(bool use) { graph_.enabled = use; }
   int64_t graph_nodes() const { return graph_.nodes(); }
@@ -899,20 +918,9 @@ class CudaBackend {
 
   // ------------------------------------------------------------------------------------------------
 
-  class Stream {
-   public:
-    Stream() { cuda_check(cudaStreamCreateWithFlags(&stream_, cudaStreamNonBlocking)); }
-    ~Stream() { cudaStreamDestroy(stream_); }
-    Stream(const Stream&) = delete;
-    Stream& operator=(const Stream&) = delete;
-    cudaStream_t get() const { return stream_; }
-
-   private:
-    cudaStream_t stream_ = nullptr;
-  };
-
   int64_t allocations_ = 0;  // changes with them: a graph knows where memory lies
-  Stream stream_;
+  CudaStream stream_;
+  std::vector<std::unique_ptr<CudaMark>> marks_;
   CudaMatmul matmul_;
   CudaGraph graph_;
   Bf16Weights bf16_weights_{allocations_};

@@ -76,6 +76,7 @@ void train(const Options& options) {
   Communicator ranks;
   ranks.join();
   MachineOptions machine = options.machine;
+  if (ranks.size() > 1) Backend::use_device(ranks.local_rank());
   if (ranks.local_size() > 1 && machine.threads == 0) machine.threads = threads_of_each<Backend>(ranks);
   require_memory(training_memory<Backend>(options.model, run_size(options.train, machine.threads)).total(),
                  Backend::memory_bytes());

@@ -19,6 +19,9 @@
 
 #ifdef XMOD_MPI
 #include <mpi.h>
+#ifdef OPEN_MPI
+#include <mpi-ext.h>
+#endif
 #endif
 
 #include "xmod/error.h"
@@ -105,6 +108,18 @@ class Communicator {
     MPI_Comm_free(&host);
   }
 
+  // Whether messages may begin and end in a GPU's memory.
+  bool reads_device_memory() const {
+#if defined(MPIX_CUDA_AWARE_SUPPORT)
+    return MPIX_Query_cuda_support() == 1;
+#elif defined(MPICH_NUMVERSION) && MPICH_NUMVERSION >= 40000000
+    int supported = 0;
+    return MPIX_GPU_query_support(MPIX_GPU_SUPPORT_CUDA, &supported) == MPI_SUCCESS && supported;
+#else
+    return false;
+#endif
+  }
+
   // values (n) become their sums over the ranks, everywhere the same bits.
   void sum(double* values, int64_t n) {
     sum_in_order(values, n, MPI_DOUBLE);
@@ -179,6 +194,9 @@ class Communicator {
     if (launch.size == 1) return;
     fail(launch.size, " processes were started, but this program was built without MPI; install it (",
          "scripts/install_deps.sh mpi) and run make again, or start the program without mpirun");
+  }
+  bool reads_device_memory() const {
+    return false;
   }
   void sum(double*, int64_t) {}
   void sum(float*, int64_t) {}

@@ -11,7 +11,8 @@
 
 #include <algorithm>
 #include <cstdint>
-#include <memory>
+#include <functional>
+#include <utility>
 #include <vector>
 
 #include "xmod/aligned_floats.h"
@@ -59,6 +60,12 @@ inline std::vector<RankPiece> owned_pieces(const TensorTable& table,
   return pieces;
 }
 
+// --zero 0: even ones; --zero 1: those of the optimizer's shares.
+template <class Optimizer>
+std::vector<RankPiece> exchanged_pieces(const TensorTable& table, const Optimizer& optimizer, int ranks) {
+  return optimizer.is_shared ? owned_pieces(table, optimizer.shares) : even_pieces(table.total, ranks);
+}
+
 // own (n) becomes the sum over the ranks in their order; others: (ranks - 1, stride), of all but `rank`.
 inline void add_in_rank_order(float* own, const float* others, int64_t stride, int rank, int ranks,
                               int64_t n) {
@@ -88,23 +95,36 @@ class GradientExchange {
     copy_to_all,    // the owner's numbers, as they are
   };
 
-  GradientExchange(Communicator& ranks, std::vector<RankPiece> pieces, Goal goal)
+  // Where the others' numbers arrive, and how they are added to a rank's own: by default on the host.
+  struct Adder {
+    std::function<float*(int64_t n)> allocate;  // once, kept by whoever allocates
+    std::function<void(float* own, const float* others, int64_t stride, int64_t n)> add;
+  };
+
+  GradientExchange(Communicator& ranks, std::vector<RankPiece> pieces, Goal goal, Adder adder = {})
       : ranks_(ranks),
         messages_(ranks),
         goal_(goal),
         pieces_(std::move(pieces)),
         states_(pieces_.size()),
-        stride_(largest(pieces_)) {
-    if (goal != Goal::copy_to_all) {
-      slots_ = count_slots(pieces_, ranks.size());
-      arrived_.reserve(slots_ * (ranks.size() - 1) * stride_);
-    }
+        stride_(largest(pieces_)),
+        adder_(adder.add ? std::move(adder) : host_adder()) {
+    if (goal == Goal::copy_to_all) return;
+    slots_ = count_slots(pieces_, ranks.size());
+    arrived_ = adder_.allocate(slots_ * (ranks.size() - 1) * stride_);
   }
+  GradientExchange(const GradientExchange&) = delete;
+  GradientExchange& operator=(const GradientExchange&) = delete;
 
   // Memory for what arrives, beside the allocation itself.
   static int64_t bytes(const std::vector<RankPiece>& pieces, int ranks) {
     return count_slots(pieces, ranks) * (ranks - 1) * largest(pieces) * static_cast<int64_t>(sizeof(float));
   }
+
+  const std::vector<RankPiece>& pieces() const { return pieces_; }
+
+  // When set, is told that this rank has the result of a piece (not of those that it only sends).
+  std::function<void(const RankPiece&)> on_piece;
 
   // A step begins: values is the allocation.
   void begin(float* values) {
@@ -201,10 +221,11 @@ class GradientExchange {
     State& state = states_[piece];
     const bool first_half = state.stage == Stage::gathering || state.stage == Stage::sending;
     if (state.stage == Stage::gathering) {
-      add_in_rank_order(values_of(piece), slot_of(state), stride_, ranks_.rank(), ranks_.size(),
-                        pieces_[piece].size);
+      adder_.add(values_of(piece), slot_of(state), stride_, pieces_[piece].size);
       free_slots_.push_back(state.slot);
     }
+    const bool has_result = state.stage == Stage::gathering || state.stage == Stage::receiving;
+    if (has_result && on_piece) on_piece(pieces_[piece]);
     if (first_half && goal_ == Goal::sum_for_all) {
       spread(piece);
     } else {
@@ -232,7 +253,14 @@ class GradientExchange {
     }
   }
 
-  float* slot_of(const State& state) { return arrived_.data() + state.slot * (ranks_.size() - 1) * stride_; }
+  float* slot_of(const State& state) const { return arrived_ + state.slot * (ranks_.size() - 1) * stride_; }
+
+  Adder host_adder() {
+    return {[this](int64_t n) { return host_.reserve(n); },
+            [this](float* own, const float* others, int64_t stride, int64_t n) {
+              add_in_rank_order(own, others, stride, ranks_.rank(), ranks_.size(), n);
+            }};
+  }
 
   Communicator& ranks_;
   Messages messages_;
@@ -241,7 +269,9 @@ class GradientExchange {
   std::vector<State> states_;            // of each piece
   const int64_t stride_;                 // numbers of the largest piece
   int64_t slots_ = 0;
-  AlignedFloats arrived_;  // (slots, ranks - 1, stride)
+  AlignedFloats host_;
+  const Adder adder_;
+  float* arrived_ = nullptr;  // (slots, ranks - 1, stride)
   std::vector<int64_t> free_slots_;
   float* values_ = nullptr;
   size_t next_ = 0;  // the first piece that has not started

@@ -89,15 +89,16 @@ class Model {
     auto step = [&] {
       forward_layers(Routing::topk);
       head_forward_backward(loss_scale);
-      tell_gradients(table.final_norm);
+      gradients_done(0);
       backward_layers();
       be_.add_row_means(step_sums_.data(), act_->kth_score, sparse_layers, B);
     };
-    if (on_selection || on_gradients) {
+    if (on_selection) {
       step();
     } else {
       be_.repeat(this, B, T, loss_scale, step);
     }
+    if constexpr (!Backend::kHostMemory) follow_gradients();
     step_tokens_ += n_;
     return be_.mean(act_->losses, n_);
   }
@@ -182,8 +183,8 @@ class Model {
   // When set, is told the rows that each sparse layer has just selected (routing analysis, tests).
   std::function<void(int64_t layer, const Rows& rows)> on_selection;
 
-  // When set, is told by the backward pass that the gradients from `offset` on have had their share of the
-  // batch.
+  // When set, is told that the backward pass is through with the gradients from `offset` on. On a device also
+  // while it goes on, with the offset of the last time.
   std::function<void(int64_t offset)> on_gradients;
 
   const ModelConfig config;
@@ -416,14 +417,34 @@ class Model {
     ctx_.step_sums = nullptr;  // what is computed again has been counted
     for (size_t l = plan.size(); l-- > 0;) {
       layer_backward(l);
-      tell_gradients(table.layers[l].begin);
+      gradients_done(static_cast<int64_t>(plan.size() - l));
     }
     be_.encoder_backward(gradient(table.embed_tokens), act_->dstream, act_->tokens, n_, config.vocab_size,
                          config.dim);
   }
 
-  void tell_gradients(int64_t offset) const {
-    if (on_gradients) on_gradients(offset);
+  // A mark behind the head, and one behind each layer: gradients from here on are then final.
+  int64_t marked_offset(int64_t mark) const {
+    return mark == 0 ? table.final_norm : table.layers[plan.size() - static_cast<size_t>(mark)].begin;
+  }
+
+  void gradients_done(int64_t mark) {
+    if (!on_gradients) return;
+    if constexpr (Backend::kHostMemory) {
+      on_gradients(marked_offset(mark));
+    } else {
+      be_.mark(mark);
+    }
+  }
+
+  // Waits for the device's marks, one by one.
+  void follow_gradients() {
+    if (!on_gradients) return;
+    int64_t offset = table.total;
+    for (int64_t mark = 0; mark <= static_cast<int64_t>(plan.size()); mark++) {
+      while (!be_.passed(mark)) on_gradients(offset);
+      on_gradients(offset = marked_offset(mark));
+    }
   }
 
   void layer_backward(size_t l) {

@@ -2,7 +2,6 @@
 #pragma once
 
 #include <algorithm>
-#include <chrono>
 #include <cmath>
 #include <cstdint>
 #include <cstdio>
@@ -15,13 +14,10 @@
 #include <vector>
 
 #include "dataloader.h"
+#include "xmod/agreement.h"
 #include "xmod/checkpoint.h"
 #include "xmod/communicator.h"
-#include "xmod/config_json.h"
 #include "xmod/evaluate.h"
-#include "xmod/fingerprint.h"
-#include "xmod/flag_values.h"
-#include "xmod/gradient_exchange.h"
 #include "xmod/init_from.h"
 #include "xmod/metrics.h"
 #include "xmod/model.h"
@@ -29,129 +25,13 @@
 #include "xmod/optimizer_shares.h"
 #include "xmod/options.h"
 #include "xmod/plan.h"
+#include "xmod/rank_exchange.h"
+#include "xmod/run_length.h"
 #include "xmod/schedule.h"
+#include "xmod/stopwatch.h"
 #include "xmod/tokenizer.h"
 
 namespace xmod {
-
-// Optimizer steps of a run: given, or as many as the compute budget pays for (to the nearest, at least one).
-// What a resumed run has already trained on, perhaps in steps of another size, is taken from the budget.
-inline int64_t resolve_steps(const ModelConfig& model, const TrainOptions& o, int64_t step_tokens,
-                             const TrainerState& done = {}) {
-  if (o.steps > 0) return o.steps;
-  const double tokens = o.compute / training_flops_per_token(model) - static_cast<double>(done.tokens);
-  const double steps = tokens / static_cast<double>(step_tokens) + static_cast<double>(done.step);
-  if (steps > 1e12)
-    usage_error("--compute ", o.compute, " is more than 1e12 steps of this model; choose less");
-  return std::max<int64_t>({1, done.step, std::llround(steps)});
-}
-
-// --total-batch-tokens says how many micro-batches a step has, on so many ranks.
-inline TrainOptions resolve_grad_accum(TrainOptions o, const ModelConfig& model, int64_t ranks) {
-  if (o.total_batch_tokens == 0) return o;
-  const int64_t once = o.batch_size * model.seq_len * ranks;  // tokens of a micro-batch on every rank
-  o.grad_accum = o.total_batch_tokens / once;
-  if (o.grad_accum * once != o.total_batch_tokens) {
-    usage_error("--total-batch-tokens ", o.total_batch_tokens, ": expected a multiple of ", once, " (", ranks,
-                ranks == 1 ? " process x " : " processes x ", o.batch_size, " sequences x ", model.seq_len,
-                " tokens); the next ones are ", std::max<int64_t>(1, o.grad_accum) * once, " and ",
-                (std::max<int64_t>(1, o.grad_accum) + 1) * once);
-  }
-  return o;
-}
-
-inline int64_t resolve_warmup(const TrainOptions& o, int64_t steps) {
-  return o.warmup_steps >= 0 ? o.warmup_steps : std::min<int64_t>(500, steps / 20);
-}
-
-// Seconds since construction or the last restart.
-class Stopwatch {
- public:
-  double seconds() const { return std::chrono::duration<double>(Clock::now() - start_).count(); }
-  void restart() { start_ = Clock::now(); }
-
- private:
-  using Clock = std::chrono::steady_clock;
-  Clock::time_point start_ = Clock::now();
-};
-
-// "1h02m", "3m05s", "12s"
-inline std::string show_duration(double seconds) {
-  const int64_t s = std::llround(seconds);
-  char text[32];
-  if (s >= 3600) {
-    std::snprintf(text, sizeof text, "%lldh%02lldm", static_cast<long long>(s / 3600),
-                  static_cast<long long>(s / 60 % 60));
-  } else if (s >= 60) {
-    std::snprintf(text, sizeof text, "%lldm%02llds", static_cast<long long>(s / 60),
-                  static_cast<long long>(s % 60));
-  } else {
-    std::snprintf(text, sizeof text, "%llds", static_cast<long long>(s));
-  }
-  return text;
-}
-
-// What decides a run besides its model and its data.
-inline std::string describe_training(const TrainOptions& o) {
-  return detail::concatenate(
-      "batch ", o.batch_size, " x ", o.grad_accum, ", steps ", o.steps, ", compute ", o.compute,
-      ", optimizer ", detail::name_of(o.optimizer), ", lr ", o.lr, ", adamw lr ", o.adamw_lr,
-      ", weight decay ", o.weight_decay, ", warmup ", o.warmup_steps, ", schedule ",
-      detail::name_of(o.lr_schedule), ", final lr fraction ", o.final_lr_fraction, ", clip ", o.grad_clip,
-      ", seed ", o.seed, ", eval ", o.eval_interval, "/", o.eval_batches, ", checkpoints ",
-      o.checkpoint_interval, ", zero ", o.zero, o.init_from.empty() ? "" : ", init-from");
-}
-
-template <class Backend>
-uint64_t hash_parameters(const Model<Backend>& model) {
-  constexpr int64_t kPiece = int64_t{1} << 20;
-  std::vector<float> host(static_cast<size_t>(std::min(kPiece, model.table.total)));
-  uint64_t hash = kHashStart;
-  for (int64_t first = 0; first < model.table.total; first += kPiece) {
-    const int64_t n = std::min(kPiece, model.table.total - first);
-    model.backend().to_host(host.data(), model.params() + first, n);
-    hash = hash_floats(host.data(), n, hash);
-  }
-  return hash;
-}
-
-// The gradients' way to the ranks that need their sums, and the parameters' way back.
-template <class Backend>
-class RankExchange {
- public:
-  RankExchange(Communicator& ranks, const OptimizerState<Backend>& optimizer, const ParameterTable& table) {
-    if (ranks.size() == 1) return;
-    using Goal = GradientExchange::Goal;
-    if (optimizer.is_shared) {
-      const std::vector<RankPiece> pieces = owned_pieces(table, optimizer.shares);
-      gradients_.emplace(ranks, pieces, Goal::sum_for_owner);
-      parameters_.emplace(ranks, pieces, Goal::copy_to_all);
-    } else {
-      gradients_.emplace(ranks, even_pieces(table.total, ranks.size()), Goal::sum_for_all);
-    }
-  }
-
-  // Begins with the model's next backward pass, and ends with finish_gradients.
-  void sum_gradients_of(Model<Backend>& model) {
-    gradients_->begin(model.grads());
-    model.on_gradients = [this](int64_t offset) { gradients_->ready(offset); };
-  }
-  void finish_gradients(Model<Backend>& model) {
-    if (!gradients_) return;
-    model.on_gradients = nullptr;
-    gradients_->finish();
-  }
-
-  // From the ranks that have updated them.
-  void spread_parameters(float* params) {
-    if (!parameters_) return;
-    parameters_->begin(params);
-    parameters_->finish();
-  }
-
- private:
-  std::optional<GradientExchange> gradients_, parameters_;
-};
 
 template <class Backend>
 class Trainer {
@@ -170,7 +50,7 @@ class Trainer {
         model_((announce(backend), backend), config_, o_.batch_size, Use::training, o_.recompute),
         optimizer_(backend, model_.table, {o_.optimizer, o_.weight_decay, o_.grad_clip}, optimizer_shares(),
                    static_cast<size_t>(ranks.rank())),
-        exchange_(ranks, optimizer_, model_.table),
+        exchange_(ranks, model_, optimizer_),
         tokens_(static_cast<size_t>(o_.batch_size * config_.seq_len)),
         targets_(tokens_.size()) {}
 
@@ -207,23 +87,8 @@ class Trainer {
     return std::make_unique<EvalLoader>(std::move(shards), o_.batch_size, most);
   }
 
-  // Ranks with other data or flags would train something else together than anyone has asked for.
   void require_agreement() {
-    if (ranks_.size() == 1) return;
-    require_same("--train-data", loader_.shards().fingerprint());
-    require_same("--val-data", validation_ ? validation_->shards().fingerprint() : "none");
-    require_same("the model's flags", config_to_json(config_).dump());
-    require_same("the training's flags", describe_training(o_));
-  }
-
-  // Of what should be the same everywhere.
-  void require_same(const std::string& what, const std::string& mine) {
-    const std::vector<std::string> all = ranks_.gather(mine);
-    for (size_t rank = 1; rank < all.size(); rank++) {
-      if (all[rank] == all[0]) continue;
-      fail(what, ": rank ", rank, " has ", all[rank], " and rank 0 has ", all[0],
-           "; every process needs the same");
-    }
+    require_same_run(ranks_, config_, o_, loader_.shards(), validation_ ? &validation_->shards() : nullptr);
   }
 
   std::vector<OptimizerShare> optimizer_shares() const {
@@ -282,6 +147,7 @@ class Trainer {
       state_.loader = loader_.state();
       if (o_.resume) log_ << "no checkpoint in " << o_.out << " yet: starting from step 0\n";
     }
+    require_same_weights(ranks_, model_, state_.step);
     first_step_ = state_.step;
     steps_ = resolve_steps(config_, o_, step_tokens(), state_);
     warmup_ = resolve_warmup(o_, steps_);
@@ -351,7 +217,7 @@ class Trainer {
     const double grad_norm = gradient_norm();
     require_finite("gradient norm", grad_norm, step, "the update");
     optimizer_.update(model_.params(), model_.grads(), grad_norm, step, lr, adamw_lr);
-    exchange_.spread_parameters(model_.params());
+    exchange_.spread_parameters();
     if (ranks_.size() > 1)
       model_.sum_over_ranks(ranks_.size(), [&](float* sums, int64_t n) { ranks_.sum(sums, n); });
     const ExpertLoads loads = model_.close_step(step, micro_batches());
@@ -377,12 +243,11 @@ class Trainer {
     double loss = 0;
     for (int64_t micro = 0; micro < o_.grad_accum; micro++) {
       loader_.next_batch(tokens_.data(), targets_.data());
-      const bool last = micro + 1 == o_.grad_accum;
-      if (last && ranks_.size() > 1) exchange_.sum_gradients_of(model_);
+      if (micro + 1 == o_.grad_accum) exchange_.begin_gradients();
       loss += share * model_.forward_backward(tokens_.data(), targets_.data(), o_.batch_size, config_.seq_len,
                                               static_cast<float>(share));
     }
-    exchange_.finish_gradients(model_);
+    exchange_.finish_gradients();
     ranks_.sum(&loss, 1);
     return loss;
   }
@@ -419,16 +284,10 @@ class Trainer {
   }
 
   void save() {
-    require_same_weights();
+    require_same_weights(ranks_, model_, state_.step);
     save_checkpoint(o_.out, model_, optimizer_, state_, tokenizer_, ranks_);
     if (!ranks_.is_root()) return;
     keep_newest_checkpoints(o_.out, o_.keep_checkpoints);
-  }
-
-  // The ranks' weights move by the same arithmetic, and part where processors differ in it.
-  void require_same_weights() {
-    if (ranks_.size() == 1) return;
-    require_same("weights (step " + std::to_string(state_.step) + ")", show_hash(hash_parameters(model_)));
   }
 
   // About fifty lines a run, and one for every evaluation.
