@@ -57,11 +57,11 @@ inline Cost attention(int products, double tensors, const int32_t* own_key, cons
           2 * tensors * hd * (n * H + keys * KV)};
 }
 
-// Five Newton-Schulz steps on matrices whose smaller size is R, the larger L: a product of R R L, and of two
-// symmetric ones, of R R L and R R R, a half.
+// Newton-Schulz steps on matrices whose smaller size is R, the larger L, as xmod/cpu_muon.h takes them: two
+// products of R R L, and of symmetric ones, a half of two of R R L and of fourteen of R R R.
 inline Cost muon(int64_t count, int64_t rows, int64_t cols) {
   const double R = static_cast<double>(std::min(rows, cols)), L = static_cast<double>(std::max(rows, cols));
-  return {Kind::muon, {count, rows, cols}, count * 5 * (3 * R * R * L + R * R * R), 4 * 5 * count * R * L};
+  return {Kind::muon, {count, rows, cols}, count * (6 * R * R * L + 14 * R * R * R), 4 * 5 * count * R * L};
 }
 
 }  // namespace detail
