@@ -437,7 +437,8 @@ TEST(Refused, WhatMustBeGiven) {
   expect_error({"eval", "--checkpoint", "c"}, {"eval needs --val-data GLOB"});
   expect_error({"generate"}, {"generate needs --checkpoint DIR"});
   expect_error({"routing", "--checkpoint", "c"}, {"routing needs --val-data GLOB"});
-  for (const char* flag : {"--zero", "--grad-accum", "--bandwidth", "--device-flops", "--device-memory"})
+  for (const char* flag :
+       {"--zero", "--grad-accum", "--total-batch-tokens", "--bandwidth", "--device-flops", "--device-memory"})
     expect_error({"plan", flag, "1"}, {flag, "needs --ranks R"});
   expect_error({"plan", "--ranks", "4", "--zero", "2"}, {"--zero 2", "0 to 1"});
   expect_error({"routing", "--checkpoint", "c", "--val-data", "v", "--csv", "a", "--map", "a"},

@@ -276,6 +276,12 @@ nlohmann::json json_of(const Options& o) {
   return nlohmann::json::parse(printed(o));
 }
 
+void expect_parts(const std::string& text, const std::vector<std::string>& parts) {
+  for (const std::string& part : parts) {
+    EXPECT_NE(text.find(part), std::string::npos) << "'" << part << "' is not in:\n" << text;
+  }
+}
+
 int64_t optimizer_bytes(const nlohmann::json& plan) {
   return plan["memory"]["optimizer: momentum"].get<int64_t>() +
          plan["memory"]["optimizer: AdamW's second moments"].get<int64_t>();
@@ -348,6 +354,35 @@ TEST(RankPlanJson, KeysAndWhatIsNotKnown) {
   EXPECT_NEAR(sum, known["step_seconds"].get<double>(), 1e-9);
 }
 
+TEST(RankPlanJson, TheTotalBatchSaysHowManyMicroBatches) {
+  Options o = options_of(tiny(), 4, 0, true);
+  o.plan.total_batch_tokens = 3 * 4 * 512;
+  EXPECT_EQ(json_of(o)["parallel"]["step_tokens"], 3 * 4 * 512);
+  o.plan.total_batch_tokens++;
+  try {
+    printed(o);
+    ADD_FAILURE() << "no error";
+  } catch (const Error& error) {
+    EXPECT_EQ(error.exit_code, 2);
+    expect_parts(error.what(), {"--total-batch-tokens 6145", "multiple of 2048"});
+  }
+}
+
+// What waits to be added, and MPI itself.
+TEST(RankPlanMemory, SeveralRanksNeedBuffers) {
+  auto memory = [](int64_t ranks, int64_t zero) {
+    return json_of(options_of(tiny(), ranks, zero, true))["memory"];
+  };
+  EXPECT_EQ(memory(1, 1), memory(0, 0)) << "one rank shares nothing out";
+  EXPECT_EQ(memory(1, 0)["gradients that other ranks send"], 0);
+  EXPECT_EQ(memory(1, 0)["MPI"], 0);
+  EXPECT_GT(memory(2, 0)["MPI"], 0);
+  EXPECT_EQ(memory(3, 0)["gradients that other ranks send"],
+            GradientExchange::bytes(even_pieces(table_of(tiny()).total, 3), 3));
+  EXPECT_EQ(memory(3, 1)["gradients that other ranks send"],
+            GradientExchange::bytes(owned_pieces(table_of(tiny()), shares_of(tiny(), 3)), 3));
+}
+
 TEST(RankPlanJson, FitsUpToTheLastByte) {
   Options o = options_of(tiny(), 2, 1, true);
   const double needed = json_of(o)["memory"]["total"].get<double>();
@@ -355,12 +390,6 @@ TEST(RankPlanJson, FitsUpToTheLastByte) {
   EXPECT_EQ(json_of(o)["parallel"]["fits_device_memory"], true);
   o.plan.device_memory = (needed - 1) / 1e9;
   EXPECT_EQ(json_of(o)["parallel"]["fits_device_memory"], false);
-}
-
-void expect_parts(const std::string& text, const std::vector<std::string>& parts) {
-  for (const std::string& part : parts) {
-    EXPECT_NE(text.find(part), std::string::npos) << "'" << part << "' is not in:\n" << text;
-  }
 }
 
 TEST(RankPlanText, SaysWhatItKnows) {

@@ -78,8 +78,9 @@ void train(const Options& options) {
   MachineOptions machine = options.machine;
   if (ranks.size() > 1) Backend::use_device(ranks.local_rank());
   if (ranks.local_size() > 1 && machine.threads == 0) machine.threads = threads_of_each<Backend>(ranks);
-  require_memory(training_memory<Backend>(options.model, run_size(options.train, machine.threads)).total(),
-                 Backend::memory_bytes());
+  const RunSize run = run_size(options.train, machine.threads, ranks.size());
+  const int64_t sharers = Backend::kHostMemory ? ranks.local_size() : 1;
+  require_memory(sharers * training_memory<Backend>(options.model, run).total(), Backend::memory_bytes());
   Backend backend(machine);
   Trainer<Backend>(backend, ranks, options, std::cout).run();
 }

@@ -327,6 +327,8 @@ inline std::vector<Flag> rank_plan_flags() {
                  "0: every rank has the whole optimizer; 1: its state is shared out"),
       value_flag("grad-accum", "N", part, &O::grad_accum, between(1, 2147483647),
                  "micro-batches of a rank in an optimizer step"),
+      value_flag("total-batch-tokens", "N", part, &O::total_batch_tokens, between(1, 1e15),
+                 "or: tokens of an optimizer step, all processes together; sets --grad-accum"),
       value_flag("bandwidth", "GB/s", part, &O::bandwidth, above(0),
                  "that a rank sends, and at the same time receives (1 GB: 1e9 bytes)"),
       value_flag("device-flops", "F", part, &O::device_flops, above(0),
@@ -336,6 +338,7 @@ inline std::vector<Flag> rank_plan_flags() {
   };
   for (Flag& flag : flags) {
     if (flag.name != "zero" && flag.name != "grad-accum") flag.default_text = "";
+    if (flag.name == "total-batch-tokens") flag.excludes = "grad-accum";
   }
   return flags;
 }

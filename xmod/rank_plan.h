@@ -16,6 +16,7 @@
 
 #include "xmod/optimizer_shares.h"
 #include "xmod/plan.h"
+#include "xmod/run_length.h"
 
 namespace xmod {
 
@@ -303,7 +304,8 @@ namespace detail {
 
 constexpr double kGigabyte = 1e9;
 
-inline RankSetup rank_setup(const PlanOptions& o) {
+inline RankSetup rank_setup(const ModelConfig& c, const PlanOptions& options) {
+  const PlanOptions o = resolve_grad_accum(options, c, options.ranks);
   return {o.ranks,     o.zero,      o.batch_size,   o.grad_accum,
           o.optimizer, o.recompute, o.device_flops, o.bandwidth * kGigabyte};
 }
@@ -384,7 +386,7 @@ template <class Backend>
 void print_plan_of_ranks(const Options& options, std::ostream& out) {
   const PlanOptions& o = options.plan;
   if (o.ranks == 0) return print_plan<Backend>(options, out);
-  const RankPlan plan = plan_ranks(options.model, detail::rank_setup(o));
+  const RankPlan plan = plan_ranks(options.model, detail::rank_setup(options.model, o));
   const RunSize run = planned_run(options);
   const int64_t memory = training_memory<Backend>(options.model, run).total();
   const double device_memory = o.device_memory * detail::kGigabyte;
