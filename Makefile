@@ -100,8 +100,8 @@ build/test_%: test/test_%.cpp build/cpu_matmul.o | build
 	$(COMPILE) $(TEST_CXXFLAGS) $(EMULATION) $< $(filter %.o,$^) -o $@ -lgtest -lgtest_main -pthread
 
 # For tests of several ranks.
-build/train_xmodcu_emulated: train_xmod.cu | build
-	$(COMPILE) $(TEST_CXXFLAGS) $(MPI_COMPILE) -Itest/cuda_emulation/include -rdynamic $(ALIGNED) -x c++ $< -x none -o $@ \
+build/emulated_train: test/emulated_train.cpp build/cpu_matmul.o | build
+	$(COMPILE) $(TEST_CXXFLAGS) $(MPI_COMPILE) -Itest/cuda_emulation/include -rdynamic $(ALIGNED) $< $(filter %.o,$^) -o $@ \
 	  $(MPI_LINK) -pthread
 
 build/bench_xmod: bench/bench_xmod.cpp build/cpu_matmul.o | build
@@ -109,7 +109,7 @@ build/bench_xmod: bench/bench_xmod.cpp build/cpu_matmul.o | build
 
 -include $(wildcard build/*.d)
 
-test-programs: $(TESTS) $(if $(HAS_MPI),build/train_xmodcu_emulated)
+test-programs: $(TESTS) $(if $(HAS_MPI),build/emulated_train)
 
 # The second make starts after the packages are there, so it sees them.
 test:

@@ -23,6 +23,9 @@ def why_not():
     return None
 
 
+EMULATED = BINARY.parent / "build" / "emulated_train"  # train_xmodcu with its kernels on the CPU
+
+
 class RanksTest(TrainingTest):
     binary = BINARY
 

@@ -5,7 +5,7 @@ import math
 import sys
 import unittest
 
-from ranks import RanksTest
+from ranks import EMULATED, RanksTest
 from test_training import DECO, DENSE, MOD, MOE, Safetensors, read_metrics, record, some_text, write_shard
 
 SEQUENCES = 24  # of a step
@@ -141,6 +141,35 @@ class SameBytesTest(RanksTest):
         log = self.finish_alike(3, steps=2)
         self.assertEqual(log.count("2 steps of 384 tokens"), 1)
         self.assertRegex(log, r"step 2/2 \|.* \d+% waiting \| ")
+
+
+@unittest.skipUnless(EMULATED.exists(), "build/emulated_train is not built (make test-programs)")
+class CudaTest(RanksTest):
+    """The CUDA backend, whose kernels run on the CPU: gradients go through host memory beside the running step. From
+    the second step on the step is a graph."""
+    binary = EMULATED
+    RUN = {"steps": 3, "eval_interval": 3, "eval_batches": 0, "checkpoint_interval": 0, "total_batch_tokens": None}
+
+    def run_ranks(self, ranks, out, **changes):
+        self.finish_alike(ranks, **{**self.RUN, "out": out, "batch_size": 4 // ranks, **changes})
+        return self.folder / out
+
+    def test_two_ranks_are_one(self):
+        one, two = (self.run_ranks(ranks, f"{ranks}") for ranks in (1, 2))
+        for found, expected in zip(read_metrics(two), read_metrics(one), strict=True):
+            for column in ("train_loss", "val_loss_topk", "val_loss_threshold"):
+                if expected[column]:
+                    self.assertAlmostEqual(float(found[column]), float(expected[column]), delta=1e-5)
+        shared = self.run_ranks(2, "shared", zero=1)
+        self.assert_same_record(shared, record(two))
+
+    def test_gradients(self):
+        for name, architecture in {"xmod": {}, "moe": MOE}.items():
+            one, two = (self.run_ranks(ranks, f"{name}_{ranks}", steps=1, grad_clip=0, **architecture)
+                        for ranks in (1, 2))
+            expected = tensors(one / "step_00000001", "optimizer")
+            for tensor, values in tensors(two / "step_00000001", "optimizer").items():
+                self.assertLessEqual(normalised_error(values, expected[tensor]), 1e-6, tensor)
 
 
 class RefusalTest(RanksTest):
