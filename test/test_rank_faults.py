@@ -11,55 +11,15 @@ import time
 import unittest
 from pathlib import Path
 
-from test_training import BINARY, MODEL, MOE, TrainingTest, read_metrics
+from ranks import RanksTest, why_not
+from test_training import BINARY, MOE, read_metrics
 
 SECONDS = 10  # until the last process is gone, from the fault on
 
-# Any mpirun may have more processes than there are processors, as root too (Open MPI asks for that).
-ENVIRONMENT = {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1",
-               "OMPI_MCA_rmaps_base_oversubscribe": "1", "OMPI_MCA_hwloc_base_binding_policy": "none",
-               "OMPI_MCA_mpi_yield_when_idle": "1", "OMPI_MCA_btl_vader_single_copy_mechanism": "none",
-               "OMP_WAIT_POLICY": "passive"}
 RANK = [b"OMPI_COMM_WORLD_RANK=", b"PMI_RANK="]
 
 
-def why_not():
-    """Why several ranks cannot run here, or None."""
-    if shutil.which("mpirun") is None:
-        return "no mpirun here (scripts/install_deps.sh mpi)"
-    if b"XMOD_MPI" not in BINARY.read_bytes() and b"MPI_Init_thread" not in BINARY.read_bytes():
-        return f"{BINARY.name} is built without MPI"
-    return None
-
-
-class RanksTest(TrainingTest):
-    @classmethod
-    def setUpClass(cls):
-        if reason := why_not():
-            raise unittest.SkipTest(reason)
-
-    def arguments(self, ranks=2, **changes):
-        """A step has 24 sequences whatever the ranks."""
-        tokens = 24 * MODEL["seq_len"]
-        return super().arguments(**{"batch_size": 24 // ranks // 2, "total_batch_tokens": tokens, **changes})
-
-    def start_ranks(self, *commands, **options):
-        """One list of arguments a rank: they may differ."""
-        words = []
-        for command in commands:
-            words += [":"] * bool(words) + ["-np", "1", *map(str, command)]
-        return subprocess.Popen(["mpirun", *words], cwd=self.folder, env={**os.environ, **ENVIRONMENT},
-                                stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, **options)
-
-    def start_alike(self, ranks, **changes):
-        return self.start_ranks(*[[BINARY, *self.arguments(ranks, **changes)]] * ranks)
-
-    def finish_alike(self, ranks, **changes):
-        process = self.start_alike(ranks, **changes)
-        out, err = process.communicate(timeout=120)
-        self.assertEqual(process.returncode, 0, err)
-        return out
-
+class FaultsTest(RanksTest):
     def processes(self):
         """rank -> process id, of the ranks that run in this test's folder."""
         found = {}
@@ -103,7 +63,7 @@ class RanksTest(TrainingTest):
         return max((self.folder / out).glob("step_????????"))
 
     def expect_whole(self, checkpoint):
-        """It loads, and its loss is the one that stands in metrics.csv."""
+        """It loads, and its loss can be computed."""
         self.succeed("eval", "--checkpoint", checkpoint, "--val-data", self.folder / "val_0.bin")
 
     def expect_to_go_on(self, ranks, **changes):
@@ -117,7 +77,7 @@ class RanksTest(TrainingTest):
         self.expect_whole(self.folder / "out" / f"step_{steps:08d}")
 
 
-class KilledRankTest(RanksTest):
+class KilledRankTest(FaultsTest):
     # A constant rate, so that the number of steps to come changes nothing.
     LONG = {"steps": 1000000, "eval_interval": 0, "lr_schedule": "constant", "warmup_steps": 0}
 
@@ -168,7 +128,7 @@ class KilledRankTest(RanksTest):
         self.expect_to_go_on(2, **self.LONG)
 
 
-class DataTest(RanksTest):
+class DataTest(FaultsTest):
     def copy_of_data(self):
         other = self.folder / "other_disk"
         other.mkdir()
@@ -235,7 +195,7 @@ class DataTest(RanksTest):
                 self.expect_to_go_on(3, **KilledRankTest.LONG)
 
 
-class DiskTest(RanksTest):
+class DiskTest(FaultsTest):
     """The first rank alone writes, so its disk is the one that matters."""
     RUN = {"steps": 1000000, "eval_interval": 0, "lr_schedule": "constant", "warmup_steps": 0, "keep_checkpoints": 1,
            "zero": 1}
