@@ -25,6 +25,7 @@
 #include "xmod/model.h"
 #include "xmod/options.h"
 #include "xmod/plan.h"
+#include "xmod/rank_plan.h"
 #include "xmod/routing_map.h"
 #include "xmod/routing_output.h"
 #include "xmod/routing_report.h"
@@ -78,13 +79,15 @@ void train(const Options& options) {
   if (ranks.size() > 1) Backend::use_device(ranks.local_rank());
   if (ranks.local_size() > 1 && machine.threads == 0) machine.threads = threads_of_each<Backend>(ranks);
   const MemoryEstimate memory =
-      training_memory<Backend>(options.model, run_size(options.train, machine.threads));
+      training_memory<Backend>(options.model, run_size(options.train, machine.threads, ranks.size()));
+  const int64_t sharers = Backend::kHostMemory ? ranks.local_size() : 1;
   const int64_t available = Backend::memory_bytes();
-  if (memory.total() > available && ranks.is_root()) {
-    std::cerr << "memory\n";
+  if (sharers * memory.total() > available && ranks.is_root()) {
+    std::cerr << "memory
+";
     print_memory(memory, std::cerr);
   }
-  require_memory(memory.total(), available);
+  require_memory(sharers * memory.total(), available);
   Backend backend(machine);
   Trainer<Backend>(backend, ranks, options, std::cout).run();
 }
@@ -373,7 +376,7 @@ void run_command(const Options& options) {
     case Command::train:
       return detail::train<Backend>(options);
     case Command::plan:
-      return print_plan<Backend>(options, std::cout);
+      return print_plan_of_ranks<Backend>(options, std::cout);
     case Command::eval:
       return detail::eval<Backend>(options);
     case Command::generate:

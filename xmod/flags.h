@@ -340,6 +340,32 @@ inline std::vector<Flag> plan_flags() {
   };
 }
 
+inline std::vector<Flag> rank_plan_flags() {
+  using O = PlanOptions;
+  constexpr auto part = &Options::plan;
+  std::vector<Flag> flags = {
+      value_flag("ranks", "R", part, &O::ranks, between(1, 16384),
+                 "plan for R processes side by side: memory, traffic and time of a step"),
+      value_flag("zero", "Z", part, &O::zero, between(0, 1),
+                 "0: every rank has the whole optimizer; 1: its state is shared out"),
+      value_flag("grad-accum", "N", part, &O::grad_accum, between(1, 2147483647),
+                 "micro-batches of a rank in an optimizer step"),
+      value_flag("total-batch-tokens", "N", part, &O::total_batch_tokens, between(1, 1e15),
+                 "or: tokens of an optimizer step, all processes together; sets --grad-accum"),
+      value_flag("bandwidth", "GB/s", part, &O::bandwidth, above(0),
+                 "that a rank sends, and at the same time receives (1 GB: 1e9 bytes)"),
+      value_flag("device-flops", "F", part, &O::device_flops, above(0),
+                 "FLOP/s that a rank reaches, such as 4e14 (docs/ranks.md: how to find it out)"),
+      value_flag("device-memory", "GB", part, &O::device_memory, above(0),
+                 "memory of a rank's device, to say whether the run fits"),
+  };
+  for (Flag& flag : flags) {
+    if (flag.name != "zero" && flag.name != "grad-accum") flag.default_text = "";
+    if (flag.name == "total-batch-tokens") flag.excludes = "grad-accum";
+  }
+  return flags;
+}
+
 template <class Part>
 Flag shorter_context_flag(Part Options::*part) {
   Flag flag = value_flag("seq-len", "N", part, &Part::seq_len, between(1, 2147483647),
@@ -444,6 +470,7 @@ inline std::vector<Flag> flag_table(std::optional<Processor> processor = {}) {
   add("Optimizer", train, optimizer_flags());
   add("Validation and checkpoints", train, record_flags());
   add("Plan", plan, plan_flags());
+  add("Plan for several ranks", plan, rank_plan_flags());
   add("Evaluation", eval, eval_flags());
   add("Generation", generate, generate_flags());
   add("Routing", {Command::routing}, routing_report_flags());

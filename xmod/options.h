@@ -63,6 +63,13 @@ struct PlanOptions {
   Optimizer optimizer = Optimizer::muon;
   Recompute recompute = Recompute::none;
   bool json = false;
+  int64_t ranks = 0;               // 0: not asked for; the rest is about several ranks
+  int64_t zero = 0;                // 1: optimizer state shared out
+  int64_t grad_accum = 1;          // micro-batches of a rank in a step
+  int64_t total_batch_tokens = 0;  // of a step, all ranks together: sets grad_accum; 0: not given
+  double bandwidth = 0;      // GB/s that a rank sends and at once receives; 0: not given, as the next two
+  double device_flops = 0;   // FLOP/s that a rank reaches
+  double device_memory = 0;  // GB
 };
 
 struct EvalOptions {
