@@ -39,8 +39,7 @@ namespace xmod {
 
 class CpuBackend : public CpuExpertPasses {
  public:
-  using floatX = float;                      // of activations and weights inside products
-  static constexpr bool kHostMemory = true;  // tensors lie where the program itself reads and writes
+  using floatX = float;  // of activations and weights inside products
   static constexpr Processor kProcessor = Processor::cpu;
 
   explicit CpuBackend(const MachineOptions& machine = {})

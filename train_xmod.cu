@@ -39,7 +39,6 @@ class CudaBackend {
  public:
   using floatX = Element;
   using SideStream = CudaSideStream;
-  static constexpr bool kHostMemory = false;
   static constexpr bool kMixed = !std::is_same_v<floatX, float>;
   static constexpr Processor kProcessor = Processor::gpu;
 

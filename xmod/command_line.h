@@ -247,7 +247,8 @@ inline void check_required_of_eval(const std::vector<Given>& given) {
 
 inline void check_required_of_plan(const std::vector<Given>& given) {
   if (is_given(given, "ranks")) return;
-  for (const char* name : {"zero", "grad-accum", "total-batch-tokens", "bandwidth", "device-flops", "device-memory"}) {
+  for (const char* name :
+       {"zero", "grad-accum", "total-batch-tokens", "bandwidth", "device-flops", "device-memory"}) {
     if (is_given(given, name)) usage_error("--", name, " needs --ranks R: for how many processes to plan");
   }
 }

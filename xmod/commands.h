@@ -80,11 +80,10 @@ void train(const Options& options) {
   if (ranks.local_size() > 1 && machine.threads == 0) machine.threads = threads_of_each<Backend>(ranks);
   const MemoryEstimate memory =
       training_memory<Backend>(options.model, run_size(options.train, machine.threads, ranks.size()));
-  const int64_t sharers = Backend::kHostMemory ? ranks.local_size() : 1;
+  const int64_t sharers = Backend::kProcessor == Processor::cpu ? ranks.local_size() : 1;
   const int64_t available = Backend::memory_bytes();
   if (sharers * memory.total() > available && ranks.is_root()) {
-    std::cerr << "memory
-";
+    std::cerr << "memory\n";
     print_memory(memory, std::cerr);
   }
   require_memory(sharers * memory.total(), available);

@@ -15,6 +15,7 @@
 
 #include "xmod/activations.h"
 #include "xmod/device_buffer.h"
+#include "xmod/options.h"
 #include "xmod/rng.h"
 #include "xmod_common.h"
 
@@ -98,7 +99,7 @@ class Model {
     } else {
       be_.repeat(this, B, T, loss_scale, step);
     }
-    if constexpr (!Backend::kHostMemory) follow_gradients();
+    if constexpr (Backend::kProcessor == Processor::gpu) follow_gradients();
     step_tokens_ += n_;
     return be_.mean(act_->losses, n_);
   }
@@ -430,7 +431,7 @@ class Model {
 
   void gradients_done(int64_t mark) {
     if (!on_gradients) return;
-    if constexpr (Backend::kHostMemory) {
+    if constexpr (Backend::kProcessor == Processor::cpu) {
       on_gradients(marked_offset(mark));
     } else {
       be_.mark(mark);
