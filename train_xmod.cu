@@ -18,6 +18,7 @@
 
 #include "xmod/cuda_attention.h"
 #include "xmod/cuda_common.h"
+#include "xmod/cuda_expert_matmul.h"
 #include "xmod/cuda_experts.h"
 #include "xmod/cuda_graph.h"
 #include "xmod/cuda_loss.h"
@@ -38,10 +39,11 @@ class CudaBackend {
  public:
   using floatX = Element;
   using SideStream = CudaSideStream;
-  static constexpr bool kHostMemory = false;
   static constexpr bool kMixed = !std::is_same_v<floatX, float>;
+  static constexpr Processor kProcessor = Processor::gpu;
 
-  explicit CudaBackend(const MachineOptions& = {}) : matmul_(stream_.get()) {
+  explicit CudaBackend(const MachineOptions& machine = {}) : matmul_(stream_.get()) {
+    graph_.enabled = machine.cuda_graph;
     zero(counters_.reserve(SumScratch::kCounters), SumScratch::kCounters);
     sum_.reserve(1);
     partial_sums_.reserve(kMostSumBlocks);
@@ -156,6 +158,9 @@ class CudaBackend {
 
   void use_graphs(bool use) { graph_.enabled = use; }
   int64_t graph_nodes() const { return graph_.nodes(); }
+
+  // On which all passes run, one behind the other.
+  cudaStream_t stream() const { return stream_.get(); }
 
   // ------------------------------------------------------------------------------------------------
   // index tables
@@ -379,12 +384,41 @@ class CudaBackend {
 
   void matmul_backward(floatX* dinp, float* dweight, const floatX* dout, const floatX* inp,
                        const float* weight, int64_t n, int64_t C, int64_t OC) {
-    backward_products(dinp, dweight, dout, inp, weight, n, C, OC, 0);
+    matmul_dinp(dinp, dout, weight, n, C, OC, false);
+    matmul_dweight(dweight, dout, inp, n, C, OC);
   }
 
   void matmul_add_backward(floatX* dinp, float* dweight, const floatX* dout, const floatX* inp,
                            const float* weight, int64_t n, int64_t C, int64_t OC) {
-    backward_products(dinp, dweight, dout, inp, weight, n, C, OC, 1);
+    matmul_dinp(dinp, dout, weight, n, C, OC, true);
+    matmul_dweight(dweight, dout, inp, n, C, OC);
+  }
+
+  void matmul_dinp(floatX* dinp, const floatX* dout, const float* weight, int64_t n, int64_t C, int64_t OC,
+                   bool accumulate) {
+    if (n == 0) return;
+    matmul_(dinp, Factor<floatX>{dout}, Factor<floatX>{weight_factor(weight, OC * C)}, {n, C, OC}, 1,
+            accumulate);
+  }
+
+  void matmul_dweight(float* dweight, const floatX* dout, const floatX* inp, int64_t n, int64_t C,
+                      int64_t OC) {
+    if (n == 0) return;
+    matmul_(dweight, Factor<floatX>{dout, true}, Factor<floatX>{inp}, {OC, C, n}, 1, 1);
+  }
+
+  void expert_matmul_forward(floatX* out, const floatX* inp, const float* weight, int64_t stride,
+                             const int64_t* expert_offsets, int64_t pairs, int64_t E, int64_t C, int64_t OC) {
+    const floatX* matrices = weight_factor(weight, (E - 1) * stride + OC * C);
+    cuda_expert_matmul_forward(out, inp, matrices, stride, expert_offsets, pairs, E, C, OC, stream_.get());
+  }
+
+  void expert_matmul_backward(floatX* dinp, float* dweight, const floatX* dout, const floatX* inp,
+                              const float* weight, int64_t stride, const int64_t* expert_offsets,
+                              int64_t pairs, int64_t E, int64_t C, int64_t OC) {
+    const floatX* matrices = weight_factor(weight, (E - 1) * stride + OC * C);
+    cuda_expert_matmul_backward(dinp, dweight, dout, inp, matrices, stride, expert_offsets, pairs, E, C, OC,
+                                stream_.get());
   }
 
   void matmul_fp32_forward(float* out, const floatX* inp, const float* weight, int64_t n, int64_t C,
@@ -517,22 +551,22 @@ class CudaBackend {
   // ------------------------------------------------------------------------------------------------
   // experts: grouped rows (from here on in the order of xmod/cpu_experts.h)
 
-  // The one place where the host waits for a layer: it has to know how many rows each expert's product has.
+  // All on the device: the host goes on with the most pairs that there may be.
   int64_t group_by_expert(int32_t* row, int32_t* expert, int32_t* slot, int64_t* slot_offsets,
-                          int64_t* expert_offsets, const uint8_t* chosen, int64_t n, int64_t E) {
-    graph_.refuse("layers with experts wait for the host");
+                          int64_t* expert_offsets, const uint8_t* chosen, int64_t n, int64_t E,
+                          int64_t most_pairs) {
+    if (most_pairs > 0)
+      cuda_check(cudaMemsetAsync(row, 0xFF, static_cast<size_t>(most_pairs) * sizeof(*row), stream_.get()));
     const int64_t chunks = std::max<int64_t>(1, (n + kExpertChunk - 1) / kExpertChunk);
     int32_t* counts = counts_.reserve((chunks + 1) * E);
-    int64_t* offsets = offsets_.reserve(E + 1);
     const dim3 blocks(grid(E, kRowThreads), grid(chunks));
     launch(expert_counts_kernel, blocks, kRowThreads, 0, stream_.get(), counts, chosen, n, E);
-    launch(expert_offsets_kernel, 1, kRowThreads, 0, stream_.get(), offsets, counts, counts + chunks * E,
-           chunks, E);
+    launch(expert_offsets_kernel, 1, kRowThreads, 0, stream_.get(), expert_offsets, counts,
+           counts + chunks * E, chunks, E);
     launch(slot_offsets_kernel, 1, kSelectThreads, 0, stream_.get(), slot_offsets, chosen, n, E);
     launch(group_pairs_kernel, blocks, kRowThreads, 0, stream_.get(), row, expert, slot, slot_offsets, counts,
            chosen, n, E);
-    to_host(expert_offsets, offsets, E + 1);
-    return expert_offsets[E];
+    return most_pairs;
   }
 
   void expert_weight_forward(floatX* out, const floatX* inp, const float* weight, const int32_t* row,
@@ -570,9 +604,7 @@ class CudaBackend {
   }
 
   void add_expert_loads(float* loads, const int64_t* expert_offsets, int64_t E) {
-    int64_t* offsets = offsets_.reserve(E + 1);
-    to_device(offsets, expert_offsets, E + 1);
-    each_number(stream_.get(), add_expert_loads_kernel, E, loads, offsets, E);
+    each_number(stream_.get(), add_expert_loads_kernel, E, loads, expert_offsets, E);
   }
 
   // ------------------------------------------------------------------------------------------------
@@ -853,13 +885,6 @@ class CudaBackend {
     if (n == 0) return;
     matmul_(out, Factor<floatX>{inp}, Factor<floatX>{weight_factor(weight, OC * C), true}, {n, OC, C}, 1,
             beta);
-  }
-
-  void backward_products(floatX* dinp, float* dweight, const floatX* dout, const floatX* inp,
-                         const float* weight, int64_t n, int64_t C, int64_t OC, float beta) {
-    if (n == 0) return;
-    matmul_(dinp, Factor<floatX>{dout}, Factor<floatX>{weight_factor(weight, OC * C)}, {n, C, OC}, 1, beta);
-    matmul_(dweight, Factor<floatX>{dout, true}, Factor<floatX>{inp}, {OC, C, n}, 1, 1);
   }
 
   // dinp leaves fp32 behind its sums.

@@ -4,7 +4,7 @@
 #   scripts/install_deps.sh build       compiler, make, JSON headers
 #   scripts/install_deps.sh test        GoogleTest, Open MPI
 #   scripts/install_deps.sh mpi         Open MPI, to train with several processes
-#   scripts/install_deps.sh plot        Python with numpy and matplotlib
+#   scripts/install_deps.sh plot        Python with numpy, scipy and matplotlib
 #   scripts/install_deps.sh reference   PyTorch with a fast BLAS, for the reference model
 #   scripts/install_deps.sh lint        clang and clang-format
 #
@@ -27,7 +27,7 @@ apt_packages() {
     build) echo "g++ make nlohmann-json3-dev" ;;
     test) echo "libgtest-dev libopenmpi-dev openmpi-bin" ;;
     mpi) echo "libopenmpi-dev openmpi-bin" ;;
-    plot) echo "python3 python3-numpy python3-matplotlib" ;;
+    plot) echo "python3 python3-numpy python3-scipy python3-matplotlib" ;;
     reference) echo "python3 python3-numpy python3-torch libopenblas0-pthread" ;;
     lint) echo "clang clang-format libomp-dev" ;;
   esac
@@ -38,7 +38,7 @@ brew_packages() {
     build) echo "libomp make nlohmann-json" ;;
     test) echo "googletest open-mpi" ;;
     mpi) echo "open-mpi" ;;
-    plot) echo "python numpy python-matplotlib" ;;
+    plot) echo "python numpy scipy python-matplotlib" ;;
     reference) echo "python numpy pytorch" ;;
     lint) echo "llvm clang-format" ;;
   esac

@@ -196,42 +196,33 @@ TEST(OptimizerShares, MemoryIsEvenForThePaperUpTo64Ranks) {
 TEST(OptimizerShares, MemoryOfTinyModelsUpTo12Ranks) {
   for (const Case& c : cases(presets()[0])) {
     for (int64_t ranks = 2; ranks <= 12; ranks++) {
-      EXPECT_LE(largest_share(c, ranks), 1.05) << c.name << ", ranks: " << ranks;
+      EXPECT_LE(largest_share(c, ranks), 1.002) << c.name << ", ranks: " << ranks;
     }
   }
 }
 
-// Two owners differ by no more than one matrix; and by little where there are many.
 TEST(OptimizerShares, NewtonSchulzStepsAreBalanced) {
   for (const Preset& preset : presets()) {
+    const bool tiny = preset.name == "tiny";
     for (const Case& c : cases(preset)) {
-      for (int64_t ranks : {2, 3, 4, 8, 13, 32, 64, 300}) {
-        SCOPED_TRACE(c.name + ", ranks: " + std::to_string(ranks));
-        int64_t most = 0, least = INT64_MAX, dearest = 0;
+      for (int64_t ranks : {2, 3, 4, 8, 12, 32, 64}) {
+        if (tiny && ranks > 12) continue;
+        int64_t most = 0;
         double all = 0;
         for (const OptimizerShare& share : shares_of(c, ranks)) {
           most = std::max(most, share.muon_flops);
-          least = std::min(least, share.muon_flops);
           all += static_cast<double>(share.muon_flops);
-          for (const OptimizerPiece& p : share.pieces) {
-            if (is_muon(c, p))
-              dearest =
-                  std::max(dearest, newton_schulz_flops(parameter(c, p).shape[0], parameter(c, p).shape[1]));
-          }
         }
-        EXPECT_LE(most - least, dearest);
-        if (preset.name != "tiny" && ranks <= 64) {
-          EXPECT_LE(static_cast<double>(most * ranks), 1.16 * all);
-        }
+        const double bound = ranks <= 4 ? 1.02 : ranks <= 12 ? 1.1 : 1.2;
+        EXPECT_LE(static_cast<double>(most * ranks), bound * all) << c.name << ", ranks: " << ranks;
       }
     }
   }
 }
 
-// Gram matrix and polynomial have the smaller size; what is symmetric counts half.
 TEST(OptimizerShares, CostOfNewtonSchulzSteps) {
-  EXPECT_EQ(newton_schulz_flops(1, 1), 5 * (1 + 1 + 2));
-  EXPECT_EQ(newton_schulz_flops(2, 3), 5 * (2 * 2 * 3 + 2 * 2 * 2 + 2 * (2 * 2 * 3)));
+  EXPECT_EQ(newton_schulz_flops(1, 1), 2 * 2 + (2 + 14));
+  EXPECT_EQ(newton_schulz_flops(2, 3), 2 * (2 * 2 * 2 * 3) + 2 * (2 * 2 * 3) + 14 * (2 * 2 * 2));
   EXPECT_EQ(newton_schulz_flops(3, 2), newton_schulz_flops(2, 3));
 }
 
@@ -239,6 +230,14 @@ TEST(OptimizerShares, CostOfNewtonSchulzSteps) {
 TEST(OptimizerShares, TheDearestMatricesGoFirst) {
   EXPECT_EQ(entries(shares_of(by_hand({{32, 32}, {64, 64}, {96, 96}}), 2)),
             (std::vector<std::vector<int64_t>>{{2}, {0, 1}}));
+}
+
+// A rank without room takes none, however little it has to compute: here 2048 floats are an even share, and
+// the squares cost more than their size.
+TEST(OptimizerShares, MemoryComesBeforeBalance) {
+  EXPECT_GT(newton_schulz_flops(32, 32), newton_schulz_flops(8, 128));
+  EXPECT_EQ(entries(shares_of(by_hand({{32, 32}, {8, 128}, {8, 128}, {8, 128}}), 2)),
+            (std::vector<std::vector<int64_t>>{{0, 1}, {2, 3}}));
 }
 
 TEST(OptimizerShares, ElementsOfAdamWLevelTheMemory) {

@@ -25,6 +25,7 @@
 #include "xmod/model.h"
 #include "xmod/options.h"
 #include "xmod/plan.h"
+#include "xmod/rank_plan.h"
 #include "xmod/routing_map.h"
 #include "xmod/routing_output.h"
 #include "xmod/routing_report.h"
@@ -77,8 +78,15 @@ void train(const Options& options) {
   MachineOptions machine = options.machine;
   if (ranks.size() > 1) Backend::use_device(ranks.local_rank());
   if (ranks.local_size() > 1 && machine.threads == 0) machine.threads = threads_of_each<Backend>(ranks);
-  require_memory(training_memory<Backend>(options.model, run_size(options.train, machine.threads)).total(),
-                 Backend::memory_bytes());
+  const MemoryEstimate memory =
+      training_memory<Backend>(options.model, run_size(options.train, machine.threads, ranks.size()));
+  const int64_t sharers = Backend::kProcessor == Processor::cpu ? ranks.local_size() : 1;
+  const int64_t available = Backend::memory_bytes();
+  if (sharers * memory.total() > available && ranks.is_root()) {
+    std::cerr << "memory\n";
+    print_memory(memory, std::cerr);
+  }
+  require_memory(sharers * memory.total(), available);
   Backend backend(machine);
   Trainer<Backend>(backend, ranks, options, std::cout).run();
 }
@@ -215,6 +223,16 @@ inline std::vector<int32_t> encode_prompt(const Tokenizer& tokenizer, const std:
   return prompt.empty() ? tokenizer.encode("\n") : prompt;
 }
 
+// On the error output: the model does not see the beginning of a prompt that is longer than its context.
+inline void note_long_prompts(const std::vector<std::vector<int32_t>>& texts, int64_t T) {
+  for (size_t i = 0; i < texts.size(); i++) {
+    const auto size = static_cast<long long>(texts[i].size());
+    if (size <= T) continue;
+    std::fprintf(stderr, "note: prompt %zu has %lld tokens, the context %lld; the model sees its last %lld\n",
+                 i + 1, size, static_cast<long long>(T), static_cast<long long>(T));
+  }
+}
+
 inline std::vector<std::string> read_prompts(const std::string& path) {
   std::vector<std::string> prompts;
   std::istringstream lines(read_file(path));
@@ -275,6 +293,7 @@ void generate_text(const Options& options) {
   Backend backend(options.machine);
   Model<Backend> model(backend, config, B, Use::inference);
   load_model(o.checkpoint, model);
+  note_long_prompts(texts, config.seq_len);
   Generation<Backend> generation(model, std::move(texts), {o.temperature, o.top_k, o.top_p},
                                  static_cast<uint64_t>(o.seed), tokenizer.eot(), o.use_cache);
   TextPrinter printer(std::move(prompts));
@@ -356,7 +375,7 @@ void run_command(const Options& options) {
     case Command::train:
       return detail::train<Backend>(options);
     case Command::plan:
-      return print_plan<Backend>(options, std::cout);
+      return print_plan_of_ranks<Backend>(options, std::cout);
     case Command::eval:
       return detail::eval<Backend>(options);
     case Command::generate:
@@ -384,7 +403,7 @@ template <class Backend, class Bf16Backend = Backend>
 int run_commands(int argc, char** argv) {
   std::signal(SIGXFSZ, SIG_IGN);  // a file at its size limit is an error of write(), not the end
   try {
-    const Options options = parse_options(argc, argv);
+    const Options options = parse_options(argc, argv, Backend::kProcessor);
     if (options.machine.precision == Precision::bf16) {
       run_command<Bf16Backend>(options);
     } else {

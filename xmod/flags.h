@@ -5,6 +5,7 @@
 #include <cstdint>
 #include <functional>
 #include <map>
+#include <optional>
 #include <string>
 #include <utility>
 #include <variant>
@@ -41,7 +42,12 @@ struct Flag {
   bool many = false;       // takes one value or more: --name A B C
   std::string group = {};  // heading in --help
   std::vector<Command> commands = {};
+  std::optional<Processor> processor = {};  // of the program that knows the flag; nothing: both do
 };
+
+inline const char* program_on(Processor processor) {
+  return processor == Processor::cpu ? "train_xmod" : "train_xmodcu";
+}
 
 inline bool of_command(const Flag& flag, Command command) {
   return std::find(flag.commands.begin(), flag.commands.end(), command) != flag.commands.end();
@@ -292,13 +298,27 @@ inline Flag threads_flag() {
 inline std::vector<Flag> product_flags() {
   using O = MachineOptions;
   constexpr auto part = &Options::machine;
+  Flag instructions =
+      value_flag("instructions", "NAME", part, &O::instructions, {},
+                 "of the processor, for matrix products: avx512, avx2 or portable; with bf16 amx, "
+                 "avx512-bf16 or portable (slow); auto: the fastest it says it has");
+  instructions.processor = Processor::cpu;
   return {
       value_flag("precision", "NAME", part, &O::precision, {},
                  "of the factors in matrix products: fp32 or bf16; sums and weights stay fp32"),
-      value_flag("instructions", "NAME", part, &O::instructions, {},
-                 "of the processor, for matrix products: avx512, avx2 or portable; with bf16 amx, "
-                 "avx512-bf16 or portable (slow); auto: the fastest it says it has"),
+      instructions,
   };
+}
+
+inline std::vector<Flag> graph_flags() {
+  constexpr auto part = &Options::machine;
+  Flag with = switch_flag("cuda-graph", part, &MachineOptions::cuda_graph, true,
+                          "launch each training step as one CUDA graph (default)");
+  Flag without = switch_flag("no-cuda-graph", part, &MachineOptions::cuda_graph, false,
+                             "launch its kernels one by one: slower, for profilers and for comparison");
+  with.processor = without.processor = Processor::gpu;
+  with.excludes = "no-cuda-graph";
+  return {with, without};
 }
 
 inline std::vector<Flag> plan_flags() {
@@ -313,8 +333,37 @@ inline std::vector<Flag> plan_flags() {
                  "sequences of a micro-batch, for the memory estimate, as the next two"),
       value_flag("optimizer", "NAME", part, &O::optimizer, {}, "muon or adamw, for the hidden matrices"),
       value_flag("recompute", "NAME", part, &O::recompute, {}, kRecomputeHelp),
+      value_flag("law", "FILE", part, &O::law, {},
+                 "predict the difference to the dense model's loss by the scaling law that "
+                 "scripts/scaling_law.py fit wrote"),
       switch_flag("json", part, &O::json, true, "print JSON"),
   };
+}
+
+inline std::vector<Flag> rank_plan_flags() {
+  using O = PlanOptions;
+  constexpr auto part = &Options::plan;
+  std::vector<Flag> flags = {
+      value_flag("ranks", "R", part, &O::ranks, between(1, 16384),
+                 "plan for R processes side by side: memory, traffic and time of a step"),
+      value_flag("zero", "Z", part, &O::zero, between(0, 1),
+                 "0: every rank has the whole optimizer; 1: its state is shared out"),
+      value_flag("grad-accum", "N", part, &O::grad_accum, between(1, 2147483647),
+                 "micro-batches of a rank in an optimizer step"),
+      value_flag("total-batch-tokens", "N", part, &O::total_batch_tokens, between(1, 1e15),
+                 "or: tokens of an optimizer step, all processes together; sets --grad-accum"),
+      value_flag("bandwidth", "GB/s", part, &O::bandwidth, above(0),
+                 "that a rank sends, and at the same time receives (1 GB: 1e9 bytes)"),
+      value_flag("device-flops", "F", part, &O::device_flops, above(0),
+                 "FLOP/s that a rank reaches, such as 4e14 (docs/ranks.md: how to find it out)"),
+      value_flag("device-memory", "GB", part, &O::device_memory, above(0),
+                 "memory of a rank's device, to say whether the run fits"),
+  };
+  for (Flag& flag : flags) {
+    if (flag.name != "zero" && flag.name != "grad-accum") flag.default_text = "";
+    if (flag.name == "total-batch-tokens") flag.excludes = "grad-accum";
+  }
+  return flags;
 }
 
 template <class Part>
@@ -398,7 +447,8 @@ inline std::vector<Flag> routing_report_flags() {
   };
 }
 
-inline std::vector<Flag> flag_table() {
+// Of all flags; processor: of the program whose flags these are, nothing: of both.
+inline std::vector<Flag> flag_table(std::optional<Processor> processor = {}) {
   const std::vector<Command> train = {Command::train}, plan = {Command::plan}, eval = {Command::eval},
                              generate = {Command::generate}, model = {Command::train, Command::plan},
                              all = {Command::train, Command::plan, Command::eval, Command::generate,
@@ -406,6 +456,7 @@ inline std::vector<Flag> flag_table() {
   std::vector<Flag> table;
   auto add = [&](const std::string& group, const std::vector<Command>& commands, std::vector<Flag> flags) {
     for (Flag& flag : flags) {
+      if (processor && flag.processor && flag.processor != processor) continue;
       flag.group = group;
       flag.commands = commands;
       table.push_back(std::move(flag));
@@ -419,11 +470,13 @@ inline std::vector<Flag> flag_table() {
   add("Optimizer", train, optimizer_flags());
   add("Validation and checkpoints", train, record_flags());
   add("Plan", plan, plan_flags());
+  add("Plan for several ranks", plan, rank_plan_flags());
   add("Evaluation", eval, eval_flags());
   add("Generation", generate, generate_flags());
   add("Routing", {Command::routing}, routing_report_flags());
   add("Machine", all, {threads_flag()});
   add("Machine", {Command::train, Command::eval, Command::generate, Command::routing}, product_flags());
+  add("Machine", train, graph_flags());
   add("Help", all,
       {{"help", "", "this page, also -h", [](Options& o, const std::string&) { o.help = true; }}});
   return table;

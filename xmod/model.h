@@ -15,6 +15,7 @@
 
 #include "xmod/activations.h"
 #include "xmod/device_buffer.h"
+#include "xmod/options.h"
 #include "xmod/rng.h"
 #include "xmod_common.h"
 
@@ -98,7 +99,7 @@ class Model {
     } else {
       be_.repeat(this, B, T, loss_scale, step);
     }
-    if constexpr (!Backend::kHostMemory) follow_gradients();
+    if constexpr (Backend::kProcessor == Processor::gpu) follow_gradients();
     step_tokens_ += n_;
     return be_.mean(act_->losses, n_);
   }
@@ -430,7 +431,7 @@ class Model {
 
   void gradients_done(int64_t mark) {
     if (!on_gradients) return;
-    if constexpr (Backend::kHostMemory) {
+    if constexpr (Backend::kProcessor == Processor::cpu) {
       on_gradients(marked_offset(mark));
     } else {
       be_.mark(mark);
@@ -523,12 +524,12 @@ class Model {
 
   // Of the micro-batches since the last step.
   ExpertLoads expert_loads() {
+    std::vector<float> sums(static_cast<size_t>(has_experts(config.arch) ? table.step_sums_total : 0));
+    be_.to_host(sums.data(), step_sums_.data(), static_cast<int64_t>(sums.size()));
     std::vector<std::vector<float>> layers;
     for (const LayerParameters& p : table.layers) {
       const int64_t at = loads_offset(p.ffn);
-      if (at < 0) continue;
-      layers.emplace_back(static_cast<size_t>(config.experts));
-      be_.to_host(layers.back().data(), step_sums_.data() + at, config.experts);
+      if (at >= 0) layers.emplace_back(sums.begin() + at, sums.begin() + at + config.experts);
     }
     return summarise_loads(layers, step_tokens_);
   }

@@ -18,11 +18,15 @@ inline const char* precision_name(Precision precision) {
   return precision == Precision::fp32 ? "fp32" : "bf16";
 }
 
+// What a program's passes run on.
+enum class Processor { cpu, gpu };
+
 // What a backend is made of.
 struct MachineOptions {
   int64_t threads = 0;  // of the processor; 0: OpenMP's default
   Precision precision = Precision::fp32;
   std::string instructions = "auto";  // of the processor, for the matrix products
+  bool cuda_graph = true;             // of the GPU: training steps as CUDA graphs
 };
 
 struct TrainOptions {
@@ -54,10 +58,18 @@ struct TrainOptions {
 
 struct PlanOptions {
   double compute = 0;       // 0: not given
+  std::string law;          // file of a fitted scaling law; empty: none
   int64_t batch_size = 16;  // this and the next two: of the memory estimate
   Optimizer optimizer = Optimizer::muon;
   Recompute recompute = Recompute::none;
   bool json = false;
+  int64_t ranks = 0;               // 0: not asked for; the rest is about several ranks
+  int64_t zero = 0;                // 1: optimizer state shared out
+  int64_t grad_accum = 1;          // micro-batches of a rank in a step
+  int64_t total_batch_tokens = 0;  // of a step, all ranks together: sets grad_accum; 0: not given
+  double bandwidth = 0;      // GB/s that a rank sends and at once receives; 0: not given, as the next two
+  double device_flops = 0;   // FLOP/s that a rank reaches
+  double device_memory = 0;  // GB
 };
 
 struct EvalOptions {

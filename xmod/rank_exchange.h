@@ -49,16 +49,8 @@ class HostExchange {
   std::optional<GradientExchange> gradients_, parameters_;  // none: a single rank, or nothing to spread
 };
 
-template <class Backend, bool kHostMemory>
-struct RankExchangeOf {
-  using Type = HostExchange<Backend>;
-};
 template <class Backend>
-struct RankExchangeOf<Backend, false> {
-  using Type = DeviceExchange<Backend>;
-};
-
-template <class Backend>
-using RankExchange = typename RankExchangeOf<Backend, Backend::kHostMemory>::Type;
+using RankExchange =
+    std::conditional_t<Backend::kProcessor == Processor::cpu, HostExchange<Backend>, DeviceExchange<Backend>>;
 
 }  // namespace xmod

@@ -5,6 +5,7 @@
 #include <cmath>
 #include <cstdint>
 
+#include "xmod/checkpoint.h"
 #include "xmod/error.h"
 #include "xmod/options.h"
 #include "xmod_common.h"
@@ -23,8 +24,10 @@ inline int64_t resolve_steps(const ModelConfig& model, const TrainOptions& o, in
   return std::max<int64_t>({1, done.step, std::llround(steps)});
 }
 
-// --total-batch-tokens says how many micro-batches a step has, on so many ranks.
-inline TrainOptions resolve_grad_accum(TrainOptions o, const ModelConfig& model, int64_t ranks) {
+// --total-batch-tokens says how many micro-batches a step has, on so many ranks. Of TrainOptions or
+// PlanOptions.
+template <class Part>
+Part resolve_grad_accum(Part o, const ModelConfig& model, int64_t ranks) {
   if (o.total_batch_tokens == 0) return o;
   const int64_t once = o.batch_size * model.seq_len * ranks;  // tokens of a micro-batch on every rank
   o.grad_accum = o.total_batch_tokens / once;

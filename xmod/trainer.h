@@ -121,8 +121,8 @@ class Trainer {
     log_ << "  " << abbreviated_pattern(config_, make_layer_plan(config_)) << "\n";
     announce_data("training", loader_.shards(), loader_.shards().num_sequences());
     if (validation_) announce_data("validation", validation_->shards(), validation_->num_sequences());
-    log_ << "memory\n";
-    print_memory(training_memory<Backend>(config_, run_size(o_)), log_);
+    log_ << (ranks_.size() > 1 ? "memory of each process\n" : "memory\n");
+    print_memory(training_memory<Backend>(config_, run_size(o_, 0, ranks_.size())), log_);
     log_ << std::flush;
   }
 

@@ -48,12 +48,14 @@ inline cudaError_t cudaPeekAtLastError() {
 // ---------------------------------------------------------------------------------------------------
 // Devices
 
+inline cudaError_t cudaSetDevice(int device);
 inline cudaError_t cudaGetDeviceCount(int* count) {
   *count = cuda_emulation::runtime().devices;
-  return cuda_emulation::runtime().result(*count ? cudaSuccess : cudaErrorNoDevice);
+  return *count ? cudaSetDevice(0) : cuda_emulation::runtime().result(cudaErrorNoDevice);
 }
 inline cudaError_t cudaSetDevice(int device) {
   auto& runtime = cuda_emulation::runtime();
+  if (runtime.device_error != cudaSuccess) return runtime.result(runtime.device_error);
   if (runtime.devices == 0) return runtime.result(cudaErrorNoDevice);
   return runtime.result(device >= 0 && device < runtime.devices ? cudaSuccess : cudaErrorInvalidDevice);
 }
