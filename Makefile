@@ -26,17 +26,23 @@ comma := ,
 space := $() $()
 
 # What the compiler can do is found out by compiling: $(call compiles,source,flags) is "yes" or empty.
-compiles = $(shell printf '$(1)' | $(CXX) -x c++ $(2) -o /dev/null - >/dev/null 2>&1 && echo yes)
+compiles = $(shell printf '$(1)' | $(CXX) -x c++ - $(2) -o /dev/null >/dev/null 2>&1 && echo yes)
 HASH := \#
 MACHINE := $(if $(call compiles,int main() {},-march=$(ARCH)),-march=$(ARCH))
 OPENMP := $(if $(call compiles,$(HASH)include <omp.h>\nint main() { return omp_get_max_threads() == 0; },-fopenmp),-fopenmp)
-MPI := $(shell command -v mpicxx 2>/dev/null)
+# Open MPI and MPICH both print their compiler's command so; of MPI, its C interface is used. MPI= builds without.
+MPI ?= $(shell command -v mpicxx 2>/dev/null)
+MPI_COMMAND := $(if $(MPI),$(shell $(MPI) -show 2>/dev/null))
+MPI_COMPILE := $(filter -I%,$(MPI_COMMAND)) -DXMOD_MPI -DOMPI_SKIP_MPICXX -DMPICH_SKIP_MPICXX
+MPI_LINK := $(filter -L% -l% -Wl%,$(filter-out -lmpi_cxx -lmpichcxx -lmpicxx,$(MPI_COMMAND)))
+# What can be compiled and linked.
+HAS_MPI := $(if $(MPI_COMMAND),$(call compiles,$(HASH)include <mpi.h>\nint main() { return MPI_Finalize(); },$(MPI_COMPILE) $(MPI_LINK)))
 NVCC ?= $(shell command -v nvcc || ls /usr/local/cuda/bin/nvcc 2>/dev/null)
 CUDA_ARCH ?= $(shell nvidia-smi --query-gpu=compute_cap --format=csv,noheader 2>/dev/null | \
   grep -E '^[0-9]+\.[0-9]+$$' | head -1 | tr -d .)
-# The first Python that has the packages of the scripts.
-PYTHON ?= $(or $(shell for p in python3 /usr/bin/python3; do \
-  $$p -c 'import numpy, matplotlib' 2>/dev/null && echo $$p && break; done),python3)
+# The first Python that has the packages of the scripts; SciPy, for the scaling law, where there is one with it.
+PYTHON ?= $(or $(shell for packages in numpy,scipy,matplotlib numpy,matplotlib; do for p in python3 /usr/bin/python3; do \
+  $$p -c "import $$packages" 2>/dev/null && echo $$p && break 2; done; done),python3)
 
 # No fast-math: NaN checks must work. -fno-math-errno only says that nobody reads errno behind sqrt.
 COMPILE = $(CXX) -std=c++20 -fno-math-errno $(MACHINE) $(OPENMP) $(WARNINGS) -I. -MMD -MP
@@ -69,7 +75,7 @@ all: report train_xmod $(TRAIN_CUDA)
 report:
 	@echo "compiler  $(CXX) $(MACHINE)"
 	@echo "OpenMP    $(if $(OPENMP),found: all cores are used,not found: one thread only)"
-	@echo "MPI       $(if $(MPI),found at $(MPI),not found); several ranks are not built yet: skipped"
+	@echo "MPI       $(if $(HAS_MPI),found at $(MPI): mpirun -np N ./train_xmod trains with N processes,not found: one process only (scripts/install_deps.sh mpi))"
 	@echo "nvcc      $(if $(NVCC),found at $(NVCC): for compute capability $(FOR_GPU),not found: no train_xmodcu)"
 
 build:
@@ -81,14 +87,15 @@ train_xmod: train_xmod.cpp build/cpu_matmul.o | build
 	@printf 'typedef int v __attribute__((vector_size(16)));\nv f(v a) { return __builtin_shufflevector(a, a, 1, 0, 3, 2); }\n' | \
 	  $(CXX) -std=c++20 -x c++ -fsyntax-only - 2>/dev/null || \
 	  { echo 'error: $(CXX) is too old: g++ 12 or clang++ 12 is needed, for example make CXX=g++-12' >&2; exit 1; }
-	$(COMPILE) $(CXXFLAGS) -MF build/train_xmod.d $< $(filter %.o,$^) -o $@
+	$(COMPILE) $(CXXFLAGS) $(if $(HAS_MPI),$(MPI_COMPILE)) -MF build/train_xmod.d $< $(filter %.o,$^) -o $@ $(if $(HAS_MPI),$(MPI_LINK))
 
 # On its own, so that tests do not compile it again and again, and never without optimisation.
 build/cpu_matmul.o: xmod/cpu_matmul.cpp | build
 	$(COMPILE) $(CXXFLAGS) -c $< -o $@
 
 train_xmodcu: train_xmod.cu | build
-	$(COMPILE_CUDA) $(CXXFLAGS) -MF build/train_xmodcu.d $< -o $@ -lcublas
+	$(COMPILE_CUDA) $(CXXFLAGS) $(if $(HAS_MPI),$(MPI_COMPILE)) -MF build/train_xmodcu.d $< -o $@ -lcublas \
+	  $(if $(HAS_MPI),$(filter -L% -l%,$(MPI_LINK)))
 
 # CUDA code of tests runs on the CPU. -rdynamic: messages name kernels. A GPU loads no vector that is not aligned.
 ALIGNED := $(if $(call compiles,int main() {},-fsanitize=alignment),-fsanitize=alignment -fno-sanitize-recover=all)
@@ -109,6 +116,11 @@ build/test_device_%: test/test_%.cpp build/cpu_matmul.o | build
 	$(COMPILE_CUDA) $(TEST_CXXFLAGS) -DXMOD_TEST_CUDA -x cu $< -Xlinker $(filter %.o,$^) -o $@ -lgtest -lgtest_main -lcublas
 
 device-test-programs: $(DEVICE_TESTS)
+
+# For tests of several ranks.
+build/emulated_train: test/emulated_train.cpp build/cpu_matmul.o | build
+	$(COMPILE) $(TEST_CXXFLAGS) $(MPI_COMPILE) -Itest/cuda_emulation/include -rdynamic $(ALIGNED) $< $(filter %.o,$^) -o $@ \
+	  $(MPI_LINK) -pthread
 
 # The two backends in objects of their own: where there is a GPU, no compiler takes both.
 build/record_cpu.o: test/record_cpu.cpp | build
@@ -141,7 +153,7 @@ build/bench_emulated: bench/bench_xmodcu.cu build/cpu_matmul.o | build
 
 -include $(wildcard build/*.d)
 
-test-programs: $(TESTS)
+test-programs: $(TESTS) $(if $(HAS_MPI),build/emulated_train)
 
 # The second make starts after the packages are there, so it sees them.
 test:

@@ -60,6 +60,9 @@ class CpuBackend : public CpuExpertPasses {
     return max_threads();
   }
 
+  // Before anything else: which device this process works on, of the ones that the ranks of a host share out.
+  static void use_device(int64_t /*local_rank*/) {}
+
   // ------------------------------------------------------------------------------------------------
   // memory
 
@@ -831,12 +834,13 @@ class CpuBackend : public CpuExpertPasses {
   }
 
   // Muon on `count` matrices of one shape; see xmod/cpu_muon.h.
-  void muon_update(float* params,           // matrices (rows, cols) at `offsets`
-                   float* momentum,         // the same places
-                   const float* grads,      // the same places
-                   const int64_t* offsets,  // (count) on the host
+  void muon_update(float* params,                    // matrices (rows, cols) at `offsets`
+                   float* momentum,                  // matrices at `momentum_offsets`
+                   const float* grads,               // at `offsets`
+                   const int64_t* offsets,           // (count) on the host
+                   const int64_t* momentum_offsets,  // (count) on the host
                    int64_t count, int64_t rows, int64_t cols, const MuonStep& h) {
-    muon_.update(params, momentum, grads, offsets, count, rows, cols, h, fp32_scratch_);
+    muon_.update(params, momentum, grads, offsets, momentum_offsets, count, rows, cols, h, fp32_scratch_);
   }
 
  private:

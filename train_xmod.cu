@@ -11,6 +11,7 @@
 #include <algorithm>
 #include <cmath>
 #include <cstdint>
+#include <memory>
 #include <string>
 #include <type_traits>
 #include <vector>
@@ -26,6 +27,7 @@
 #include "xmod/cuda_optimizer.h"
 #include "xmod/cuda_routing.h"
 #include "xmod/cuda_rows.h"
+#include "xmod/cuda_side_stream.h"
 #include "xmod/model.h"
 #include "xmod/optimizer.h"
 #include "xmod/options.h"
@@ -36,6 +38,7 @@ template <class Element>
 class CudaBackend {
  public:
   using floatX = Element;
+  using SideStream = CudaSideStream;
   static constexpr bool kMixed = !std::is_same_v<floatX, float>;
   static constexpr Processor kProcessor = Processor::gpu;
 
@@ -44,6 +47,12 @@ class CudaBackend {
     zero(counters_.reserve(SumScratch::kCounters), SumScratch::kCounters);
     sum_.reserve(1);
     partial_sums_.reserve(kMostSumBlocks);
+  }
+
+  static void use_device(int64_t local_rank) {
+    int devices = 0;
+    cuda_check(cudaGetDeviceCount(&devices));
+    cuda_check(cudaSetDevice(static_cast<int>(local_rank % std::max(1, devices))));
   }
 
   static std::string description() {
@@ -137,6 +146,15 @@ class CudaBackend {
   void repeat(const void* owner, int64_t B, int64_t T, float scale, Work work) {
     graph_.run({owner, B, T, scale}, allocations_, stream_.get(), work);
   }
+
+  // Of a step's work: sets a mark behind what has been launched; says whether the GPU has come there.
+  void mark(int64_t i) {
+    while (static_cast<int64_t>(marks_.size()) <= i) marks_.push_back(std::make_unique<CudaMark>());
+    marks_[static_cast<size_t>(i)]->set(stream_.get());
+  }
+  bool passed(int64_t i) const { return marks_[static_cast<size_t>(i)]->passed(); }
+
+  void wait() { cuda_check(cudaStreamSynchronize(stream_.get())); }
 
   void use_graphs(bool use) { graph_.enabled = use; }
   int64_t graph_nodes() const { return graph_.nodes(); }
@@ -516,15 +534,17 @@ class CudaBackend {
   }
 
   // As many matrices at a time as the scratch is to hold.
-  void muon_update(float* params, float* momentum, const float* grads, const int64_t* offsets, int64_t count,
-                   int64_t rows, int64_t cols, const MuonStep& h) {
+  void muon_update(float* params, float* momentum, const float* grads, const int64_t* offsets,
+                   const int64_t* momentum_offsets, int64_t count, int64_t rows, int64_t cols,
+                   const MuonStep& h) {
     constexpr int64_t kScratch = int64_t{1} << 25;  // numbers, of each of the two largest tensors
     const int64_t at_a_time = std::clamp<int64_t>(kScratch / (rows * cols), 1, count);
-    int64_t* device_offsets = offsets_.reserve(count);
+    int64_t* device_offsets = offsets_.reserve(2 * count);
     to_device(device_offsets, offsets, count);
+    to_device(device_offsets + count, momentum_offsets, count);
     for (int64_t i = 0; i < count; i += at_a_time) {
-      muon_matrices(params, momentum, grads, device_offsets + i, std::min(at_a_time, count - i), rows, cols,
-                    h);
+      const MuonMatrices matrices = {device_offsets + i, device_offsets + count + i, rows * cols};
+      muon_matrices(params, momentum, grads, matrices, std::min(at_a_time, count - i), rows, cols, h);
     }
   }
 
@@ -885,9 +905,8 @@ class CudaBackend {
   // ------------------------------------------------------------------------------------------------
   // Muon
 
-  void muon_matrices(float* params, float* momentum, const float* grads, const int64_t* offsets,
+  void muon_matrices(float* params, float* momentum, const float* grads, const MuonMatrices& matrices,
                      int64_t count, int64_t rows, int64_t cols, const MuonStep& h) {
-    const MuonMatrices matrices = {offsets, rows * cols};
     const dim3 blocks(grid(MuonMatrices::parts(rows * cols)), grid(count));
     double* squares = muon_squares_.reserve(count * MuonMatrices::kMostParts);
     floatX* x = muon_x_.reserve(count * rows * cols);
@@ -924,20 +943,9 @@ class CudaBackend {
 
   // ------------------------------------------------------------------------------------------------
 
-  class Stream {
-   public:
-    Stream() { cuda_check(cudaStreamCreateWithFlags(&stream_, cudaStreamNonBlocking)); }
-    ~Stream() { cudaStreamDestroy(stream_); }
-    Stream(const Stream&) = delete;
-    Stream& operator=(const Stream&) = delete;
-    cudaStream_t get() const { return stream_; }
-
-   private:
-    cudaStream_t stream_ = nullptr;
-  };
-
   int64_t allocations_ = 0;  // changes with them: a graph knows where memory lies
-  Stream stream_;
+  CudaStream stream_;
+  std::vector<std::unique_ptr<CudaMark>> marks_;
   CudaMatmul matmul_;
   CudaGraph graph_;
   Bf16Weights bf16_weights_{allocations_};

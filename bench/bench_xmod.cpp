@@ -76,21 +76,25 @@ struct BenchOptions {
 // ---------------------------------------------------------------------------------------------------
 // The whole step
 
+// peak_now: FLOP/s of fp32 multiply-adds between the steps, with whatever else the machine did then.
 inline void report_step(Report& report, const Training<Backend>& training, const Backend& backend,
-                        double steps, double seconds, const Bounds& bounds) {
+                        double steps, double seconds, double peak_now, const Bounds& bounds) {
+  const double of_peak = seconds_at_peak(backend, bounds) / steps / seconds;
   const double rate = static_cast<double>(training.tokens()) / seconds;
   const double model = rate * training_flops_per_token(training.config);
-  report.table(
-      "step",
-      {{"tokens a step", 0},
-       {"ms a step", 1},
-       {"tokens/s", 0},
-       {"model GFLOP/s", 1},
-       {"model of peak", 1, true},
-       {"all GFLOP/s", 1},
-       {"all of peak", 1, true}},
-      {{training.tokens(), seconds * 1e3, rate, model / 1e9, model / bounds.products,
-        flops_done(backend) / steps / seconds / 1e9, seconds_at_peak(backend, bounds) / steps / seconds}});
+  report.table("step",
+               {{"tokens a step", 0},
+                {"ms a step", 1},
+                {"tokens/s", 0},
+                {"model GFLOP/s", 1},
+                {"model of peak", 1, true},
+                {"all GFLOP/s", 1},
+                {"all of peak", 1, true},
+                {"peak between steps, GFLOP/s", 1},
+                {"all of that", 1, true}},
+               {{training.tokens(), seconds * 1e3, rate, model / 1e9, model / bounds.products,
+                 flops_done(backend) / steps / seconds / 1e9, of_peak, peak_now / 1e9,
+                 of_peak * bounds.muon / peak_now}});
 }
 
 inline void measure_size(Report& report, const Size& size, const BenchOptions& o, const Bounds& bounds) {
@@ -106,9 +110,10 @@ inline void measure_size(Report& report, const Size& size, const BenchOptions& o
   if (!o.only.empty()) return report_alone(report, backend, o.only, o.seconds, bounds);
 
   backend.passes.clear();
-  std::vector<double> seconds;
+  std::vector<double> seconds, meanwhile;
   double all = 0;
   while (seconds.size() < 2 || all < o.seconds) {
+    meanwhile.push_back(measure_flops_now(peak_loops()[0], backend.threads()));
     const Stopwatch watch;
     training.step();
     seconds.push_back(watch.seconds());
@@ -118,7 +123,7 @@ inline void measure_size(Report& report, const Size& size, const BenchOptions& o
   const double steps = static_cast<double>(seconds.size());
   report_passes(report, backend, steps, all, bounds);
   report_kinds(report, backend, all, bounds);
-  report_step(report, training, backend, steps, median(seconds), bounds);
+  report_step(report, training, backend, steps, median(seconds), median(meanwhile), bounds);
 }
 
 // ---------------------------------------------------------------------------------------------------

@@ -193,7 +193,7 @@ class TimedBackend : public Backend {
   TIMED(sum_of_squares, (auto inp, N n), moves(n, inp))
   TIMED(adamw_update, (auto param, auto m, auto v, auto grad, const AdamWStep&, N n),
         moves(n, param, param, m, m, v, v, grad))
-  TIMED(muon_update, (P, P, P, P, N count, N rows, N cols, const MuonStep&), muon(count, rows, cols))
+  TIMED(muon_update, (P, P, P, P, P, N count, N rows, N cols, const MuonStep&), muon(count, rows, cols))
 
   TIMED(moe_route_forward, (auto chosen, auto weight, auto score, P, N n, N E, N),
         moves(n, E, chosen, weight, score, score))

@@ -11,9 +11,9 @@ from dataclasses import dataclass
 NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._+-]*")
 
 # Flags of the trainer that no list may hold, and what to do instead.
-SET_HERE = {flag: f"give compare.py {flag}" for flag in
+SET_HERE = {flag: f"give {flag} to the script" for flag in
             ("--train-data", "--val-data", "--compute", "--threads", "--out")}
-SET_HERE |= {"--seed": "give compare.py --seeds", "--steps": "give compare.py --compute",
+SET_HERE |= {"--seed": "give --seeds to the script", "--steps": "give --compute to the script",
              "--resume": "runs are resumed by giving the same command again", "--help": "use train_xmod --help"}
 WITHOUT_EFFECT = ["--out", "--threads", "--resume", "--checkpoint-interval", "--keep-checkpoints"]  # on the result
 FILES = ["--train-data", "--val-data"]
@@ -58,12 +58,12 @@ def words_of(flags):
     return [word for flag, value in flags.items() for word in ([flag] if value is None else [flag, value])]
 
 
-def known_flags(words, known):
+def known_flags(words, known, set_here=SET_HERE):
     """The flags, each of which a user may give."""
     flags = read_flags(words)
     for flag in flags:
-        if flag in SET_HERE:
-            raise UserError(f"{flag} is the same for all runs; {SET_HERE[flag]}")
+        if flag in set_here:
+            raise UserError(f"{flag} cannot stand here; {set_here[flag]}")
         if flag not in known:
             close = difflib.get_close_matches(flag, known, n=1)
             raise UserError(f"unknown flag {flag}" + (f", did you mean {close[0]}?" if close else

@@ -395,8 +395,8 @@ TEST(Bf16, MuonMakesMatricesOrthogonal) {
       float* params = run.given(Floats(static_cast<size_t>(count * size)));
       float* momentum = run.given(Floats(static_cast<size_t>(count * size)));
       const std::vector<int64_t> offsets = {2 * size, 0, size};
-      run.be.muon_update(params, momentum, run.given(normal_numbers(count * size, 1)), offsets.data(), count,
-                         rows, cols, {1, 0, 1});
+      run.be.muon_update(params, momentum, run.given(normal_numbers(count * size, 1)), offsets.data(),
+                         offsets.data(), count, rows, cols, {1, 0, 1});
       run.result(params, count * size);
       run.result(momentum, count * size);
     };

@@ -170,7 +170,7 @@ Matrix orthogonalised(TestBackend& be, const Matrix& gradient) {
   const Floats zeros(gradient.values.size());
   const Guarded<float> param(be, zeros), momentum(be, zeros), grad(be, floats(gradient));
   const int64_t offset = 0;
-  be.muon_update(param, momentum, grad, &offset, 1, gradient.rows, gradient.cols, {1, 0, 1});
+  be.muon_update(param, momentum, grad, &offset, &offset, 1, gradient.rows, gradient.cols, {1, 0, 1});
   const double rate = 0.2 * std::sqrt(static_cast<double>(std::max(gradient.rows, gradient.cols)));
   return -1 / rate * Matrix(gradient.rows, gradient.cols, doubles(param.values()));
 }
@@ -247,7 +247,7 @@ TEST_F(PassTest, MuonOfAZeroGradientOnlyDecaysWeights) {
     const int64_t n = rows * cols, offset = 0;
     const Floats before = normal_numbers(n, 1), zeros(static_cast<size_t>(n));
     auto param = holding(before), momentum = holding(zeros);
-    be_.muon_update(param, momentum, holding(zeros), &offset, 1, rows, cols, {0.5f, 0.25f, 1});
+    be_.muon_update(param, momentum, holding(zeros), &offset, &offset, 1, rows, cols, {0.5f, 0.25f, 1});
     Floats expected = before;
     for (float& value : expected) value *= 0.875f;
     EXPECT_EQ(param.values(), expected);
@@ -264,7 +264,7 @@ TEST_F(PassTest, MuonOverSeveralSteps) {
     for (uint64_t step = 1; step <= 4; step++) {
       const Matrix gradient = random_matrix(rows, cols, 10 + step);
       const MuonStep h{0.05f, 0.3f, 0.5f};
-      be_.muon_update(param, momentum, holding(floats(gradient)), &offset, 1, rows, cols, h);
+      be_.muon_update(param, momentum, holding(floats(gradient)), &offset, &offset, 1, rows, cols, h);
       expected.step(gradient, h.lr, h.weight_decay, h.grad_scale);
       EXPECT_LE(normalised_error(momentum.values(), expected.momentum.values), 1e-5);
       EXPECT_LE(normalised_error(param.values(), expected.param.values), 1e-5);
@@ -290,8 +290,8 @@ MuonState update_batch(TestBackend& be, int64_t rows, int64_t cols, int64_t at_a
   }
   const Guarded<float> p(be, params), m(be, momentum), g(be, grads);
   for (int64_t i = 0; i < count; i += at_a_time) {
-    be.muon_update(p, m, g, offsets.data() + i, std::min(at_a_time, count - i), rows, cols,
-                   {0.05f, 0.1f, 1.5f});
+    be.muon_update(p, m, g, offsets.data() + i, offsets.data() + i, std::min(at_a_time, count - i), rows,
+                   cols, {0.05f, 0.1f, 1.5f});
   }
   const MuonState after = {p.values(), m.values()};
   for (int64_t i = 0; i < count; i++) {
@@ -477,7 +477,7 @@ TEST_F(OptimizerTest, UpdatesEveryTensorOnItsOwn) {
         const Guarded<float> grad(be_, slice(random_table(10 + static_cast<uint64_t>(step)), p));
         const int64_t offset = 0;
         if (muon) {
-          be_.muon_update(param, m, grad, &offset, 1, p.shape[0], p.shape[1],
+          be_.muon_update(param, m, grad, &offset, &offset, 1, p.shape[0], p.shape[1],
                           {static_cast<float>(lr), 0.3f, 1});
         } else {
           be_.adamw_update(param, m, v, grad,

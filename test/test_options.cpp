@@ -197,7 +197,8 @@ TEST(Values, EveryModelFlag) {
 TEST(Values, EveryFlagOfTheOtherCommands) {
   const Options of_plan =
       parse(words("plan --compute 1e20 --batch-size 1 --optimizer adamw --recompute ffn "
-                  "--threads 3 --json"));
+                  "--threads 3 --json --ranks 8 --zero 1 --grad-accum 2 --bandwidth 12.5 --device-flops 4e14 "
+                  "--device-memory 80"));
   const PlanOptions& plan = of_plan.plan;
   EXPECT_EQ(plan.compute, 1e20);
   EXPECT_EQ(plan.batch_size, 1);
@@ -205,6 +206,12 @@ TEST(Values, EveryFlagOfTheOtherCommands) {
   EXPECT_EQ(plan.recompute, Recompute::ffn);
   EXPECT_EQ(of_plan.machine.threads, 3);
   EXPECT_TRUE(plan.json);
+  EXPECT_EQ(plan.ranks, 8);
+  EXPECT_EQ(plan.zero, 1);
+  EXPECT_EQ(plan.grad_accum, 2);
+  EXPECT_EQ(plan.bandwidth, 12.5);
+  EXPECT_EQ(plan.device_flops, 4e14);
+  EXPECT_EQ(plan.device_memory, 80);
 
   const Options of_eval =
       parse(words("eval --checkpoint c --val-data v --batch-size 2 --eval-batches 3 --json --threads 4"));
@@ -455,6 +462,10 @@ TEST(Refused, WhatMustBeGiven) {
   expect_error({"eval", "--checkpoint", "c"}, {"eval needs --val-data GLOB"});
   expect_error({"generate"}, {"generate needs --checkpoint DIR"});
   expect_error({"routing", "--checkpoint", "c"}, {"routing needs --val-data GLOB"});
+  for (const char* flag :
+       {"--zero", "--grad-accum", "--total-batch-tokens", "--bandwidth", "--device-flops", "--device-memory"})
+    expect_error({"plan", flag, "1"}, {flag, "needs --ranks R"});
+  expect_error({"plan", "--ranks", "4", "--zero", "2"}, {"--zero 2", "0 to 1"});
   expect_error({"routing", "--checkpoint", "c", "--val-data", "v", "--csv", "a", "--map", "a"},
                {"--csv and --map are both a: give two files"});
   expect_error({"plan", "--arch", "moe"}, {"--arch moe needs --experts E"});

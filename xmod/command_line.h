@@ -245,6 +245,14 @@ inline void check_required_of_eval(const std::vector<Given>& given) {
   }
 }
 
+inline void check_required_of_plan(const std::vector<Given>& given) {
+  if (is_given(given, "ranks")) return;
+  for (const char* name :
+       {"zero", "grad-accum", "total-batch-tokens", "bandwidth", "device-flops", "device-memory"}) {
+    if (is_given(given, name)) usage_error("--", name, " needs --ranks R: for how many processes to plan");
+  }
+}
+
 inline void check_required(const std::vector<Given>& given, const Options& o,
                            const std::vector<Flag>& table) {
   const bool model = has_model(o.command);
@@ -259,6 +267,7 @@ inline void check_required(const std::vector<Given>& given, const Options& o,
   if (o.command == Command::train && !is_given(given, "steps") && !is_given(given, "compute")) {
     usage_error("train needs --steps N or --compute FLOPS: how long to train");
   }
+  if (o.command == Command::plan) check_required_of_plan(given);
   if (o.command == Command::eval) check_required_of_eval(given);
 }
 

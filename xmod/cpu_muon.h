@@ -30,10 +30,11 @@ class CpuMuon {
 
   // `count` matrices of one shape. Few large ones: one after the other, each product on all threads; many:
   // one a thread.
-  void update(float* params,           // matrices (rows, cols) at `offsets`
-              float* momentum,         // the same places
-              const float* grads,      // the same places
-              const int64_t* offsets,  // (count)
+  void update(float* params,                    // matrices (rows, cols) at `offsets`
+              float* momentum,                  // matrices at `momentum_offsets`
+              const float* grads,               // at `offsets`
+              const int64_t* offsets,           // (count)
+              const int64_t* momentum_offsets,  // (count)
               int64_t count, int64_t rows, int64_t cols, const MuonStep& h, MatmulScratch& matmul_scratch) {
     scratch_.resize(static_cast<size_t>(max_threads()));
     matmul_scratch.reserve(max_threads());
@@ -42,8 +43,8 @@ class CpuMuon {
 #pragma omp parallel for schedule(dynamic, 1) num_threads(threads)
     for (int64_t i = 0; i < count; i++) {
       const int64_t at = offsets[i];
-      update_matrix(params + at, momentum + at, grads + at, rows, cols, h, scratch_[thread_number()],
-                    matmul_scratch);
+      update_matrix(params + at, momentum + momentum_offsets[i], grads + at, rows, cols, h,
+                    scratch_[thread_number()], matmul_scratch);
     }
   }
 

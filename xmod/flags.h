@@ -227,15 +227,19 @@ inline std::vector<Flag> length_flags() {
       value_flag("steps", "N", part, &O::steps, between(1, 2147483647), "optimizer steps to train for");
   Flag compute = value_flag("compute", "FLOPS", part, &O::compute, above(0),
                             "or: train for as many tokens as this compute pays for, such as 2e13");
-  steps.default_text = compute.default_text = "";
+  Flag total = value_flag("total-batch-tokens", "N", part, &O::total_batch_tokens, between(1, 1e15),
+                          "or: tokens of an optimizer step, for any number of processes; sets --grad-accum");
+  steps.default_text = compute.default_text = total.default_text = "";
   steps.excludes = "compute";
+  total.excludes = "grad-accum";
   return {
       steps,
       compute,
       value_flag("batch-size", "N", part, &O::batch_size, between(1, 2147483647),
-                 "sequences of a micro-batch"),
+                 "sequences of a micro-batch, in each process"),
       value_flag("grad-accum", "N", part, &O::grad_accum, between(1, 2147483647),
-                 "micro-batches of an optimizer step"),
+                 "micro-batches of an optimizer step, in each process"),
+      total,
   };
 }
 
@@ -259,6 +263,8 @@ inline std::vector<Flag> optimizer_flags() {
       value_flag("final-lr-fraction", "X", part, &O::final_lr_fraction, between(0, 1),
                  "the schedule ends at this share of the peak"),
       value_flag("grad-clip", "X", part, &O::grad_clip, at_least(0), "largest global gradient norm; 0: off"),
+      value_flag("zero", "N", part, &O::zero, between(0, 1),
+                 "several processes: 1: each keeps a share of the optimizer's state; 0: all of it"),
   };
 }
 
@@ -327,8 +333,37 @@ inline std::vector<Flag> plan_flags() {
                  "sequences of a micro-batch, for the memory estimate, as the next two"),
       value_flag("optimizer", "NAME", part, &O::optimizer, {}, "muon or adamw, for the hidden matrices"),
       value_flag("recompute", "NAME", part, &O::recompute, {}, kRecomputeHelp),
+      value_flag("law", "FILE", part, &O::law, {},
+                 "predict the difference to the dense model's loss by the scaling law that "
+                 "scripts/scaling_law.py fit wrote"),
       switch_flag("json", part, &O::json, true, "print JSON"),
   };
+}
+
+inline std::vector<Flag> rank_plan_flags() {
+  using O = PlanOptions;
+  constexpr auto part = &Options::plan;
+  std::vector<Flag> flags = {
+      value_flag("ranks", "R", part, &O::ranks, between(1, 16384),
+                 "plan for R processes side by side: memory, traffic and time of a step"),
+      value_flag("zero", "Z", part, &O::zero, between(0, 1),
+                 "0: every rank has the whole optimizer; 1: its state is shared out"),
+      value_flag("grad-accum", "N", part, &O::grad_accum, between(1, 2147483647),
+                 "micro-batches of a rank in an optimizer step"),
+      value_flag("total-batch-tokens", "N", part, &O::total_batch_tokens, between(1, 1e15),
+                 "or: tokens of an optimizer step, all processes together; sets --grad-accum"),
+      value_flag("bandwidth", "GB/s", part, &O::bandwidth, above(0),
+                 "that a rank sends, and at the same time receives (1 GB: 1e9 bytes)"),
+      value_flag("device-flops", "F", part, &O::device_flops, above(0),
+                 "FLOP/s that a rank reaches, such as 4e14 (docs/ranks.md: how to find it out)"),
+      value_flag("device-memory", "GB", part, &O::device_memory, above(0),
+                 "memory of a rank's device, to say whether the run fits"),
+  };
+  for (Flag& flag : flags) {
+    if (flag.name != "zero" && flag.name != "grad-accum") flag.default_text = "";
+    if (flag.name == "total-batch-tokens") flag.excludes = "grad-accum";
+  }
+  return flags;
 }
 
 template <class Part>
@@ -435,6 +470,7 @@ inline std::vector<Flag> flag_table(std::optional<Processor> processor = {}) {
   add("Optimizer", train, optimizer_flags());
   add("Validation and checkpoints", train, record_flags());
   add("Plan", plan, plan_flags());
+  add("Plan for several ranks", plan, rank_plan_flags());
   add("Evaluation", eval, eval_flags());
   add("Generation", generate, generate_flags());
   add("Routing", {Command::routing}, routing_report_flags());

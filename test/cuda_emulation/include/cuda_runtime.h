@@ -191,6 +191,13 @@ inline cudaError_t cudaEventRecord(cudaEvent_t event, cudaStream_t stream = null
   if (s.capture) event->captured_work = s.capture->find(&s)->work;
   return cudaSuccess;
 }
+// External: as a node of the graph that the stream is being captured for, it is recorded whenever that runs.
+inline cudaError_t cudaEventRecordWithFlags(cudaEvent_t event, cudaStream_t stream, unsigned flags) {
+  auto& runtime = cuda_emulation::runtime();
+  if (flags != cudaEventRecordExternal || !runtime.stream(stream).capture)
+    return cudaEventRecord(event, stream);
+  return runtime.submit(stream, cuda_emulation::NodeKind::event, [=] { cudaEventRecord(event, stream); });
+}
 inline cudaError_t cudaEventSynchronize(cudaEvent_t event) {
   auto& runtime = cuda_emulation::runtime();
   if (event->capture) {
