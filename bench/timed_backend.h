@@ -59,6 +59,14 @@ Cost weight_product(int64_t n, int64_t C, int64_t OC, const Out* dweight, const 
   return {Kind::product, {n, C, OC}, 2.0 * n * C * OC, bytes};
 }
 
+// The gradients of the rows and of the matrix.
+template <class Out, class Inp>
+Cost fp32_gradients(int64_t n, int64_t C, int64_t OC, const Out* dinp, const Inp* dout) {
+  Cost cost = product(n, C, OC, dout, dinp, Kind::fp32_product);
+  cost.flops *= 2, cost.bytes *= 2;
+  return cost;
+}
+
 // Rows (pairs, C), each times one of E matrices (C, OC).
 template <class Out, class Inp>
 Cost expert_product(int64_t pairs, int64_t E, int64_t C, int64_t OC, const Out* out, const Inp* inp) {
@@ -154,6 +162,10 @@ class TimedBackend : public Backend {
   TIMED(matmul_dweight, (auto dweight, P, auto inp, N n, N C, N OC), weight_product(n, C, OC, dweight, inp))
   TIMED(matmul_fp32_forward, (auto out, P, P, N n, N C, N OC),
         product(n, C, OC, out, out, Kind::fp32_product))
+  TIMED(matmul_fp32_backward, (auto dinp, P, auto dout, P, P, N n, N C, N OC),
+        fp32_gradients(n, C, OC, dinp, dout))
+  TIMED(matmul_fp32_add_backward, (auto dinp, P, auto dout, P, P, N n, N C, N OC),
+        fp32_gradients(n, C, OC, dinp, dout))
 
   TIMED(attention_forward, (P, P, auto q, P, P, N, P, P, P, N nq, N B, N H, N KV, N hd),
         attention(2, 2, q, nq, B, H, KV, hd))
@@ -221,6 +233,7 @@ class TimedBackend : public Backend {
   }
   UNTIMED(fill)
   UNTIMED(add_expert_loads)
+  UNTIMED(expert_bias_update)
   UNTIMED(copy)
   UNTIMED(to_device)
   UNTIMED(to_host)

@@ -35,7 +35,8 @@ REGISTERS_AT_A_TIME = 256  # a warp's are handed out in multiples of these
 
 # How the passes launch the hot kernels for the 556M backbone (dim 1024, heads of 128) in bf16: a part of the kernel's
 # name, threads of a block, bytes of dynamic shared memory. Sums over rows take a row of floats for each warp and set
-# of sums (launch_row_sums in xmod/cuda_sums.h); attention takes its tiles (its *Tiling in xmod/cuda_attention_*.h).
+# of sums (launch_row_sums in xmod/cuda_sums.h); attention and experts take tiles (*Tiling in xmod/cuda_attention_*.h and
+# cuda_expert_matmul.h).
 KIB = 1 << 10
 HOT = [
     ("forward_kernel<__nv_bfloat16, 64, WholeRows<64>>", 128, 48 * KIB),
@@ -69,6 +70,9 @@ HOT = [
     ("muon_normalise_kernel<__nv_bfloat16>", 256, 0),
     ("muon_polynomial_kernel<__nv_bfloat16>", 256, 0),
     ("muon_update_kernel<__nv_bfloat16>", 256, 0),
+    ("rows_kernel<__nv_bfloat16, false>", 128, 24 * KIB),
+    ("rows_kernel<__nv_bfloat16, true>", 128, 24 * KIB),
+    ("weights_kernel<__nv_bfloat16>", 128, 24 * KIB),
     ("moe_route_forward_kernel", 256, 0),
     ("expert_weight_forward_kernel<8, __nv_bfloat16>", 256, 0),
     ("expert_weight_backward_kernel<8, __nv_bfloat16>", 256, 0),
@@ -107,7 +111,7 @@ def readable(names):
     result = {}
     for name, text in zip(names, run.stdout.splitlines()):
         text = text.removeprefix("void ").replace("(bool)1", "true").replace("(bool)0", "false")
-        text = re.sub(r"\((int|long)\)", "", re.sub(r"\b(xmod|cuda_attention)::", "", text)).replace("> >", ">>").replace("> >", ">>")
+        text = re.sub(r"\((int|long)\)", "", re.sub(r"\b(xmod|cuda_attention|cuda_experts)::", "", text)).replace("> >", ">>").replace("> >", ">>")
         depth = 0
         for i, c in enumerate(text):  # parameters begin at the first bracket outside of the template's arguments
             depth += (c == "<") - (c == ">")
