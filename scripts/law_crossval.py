@@ -59,7 +59,8 @@ def show_level(level):
 def crossval_text(predictions, title):
     rows = []
     for p in predictions:
-        rows.append([p.factor, show_level(p.left_out), str(len(p.error)), f"{rms(p.error):.4f}", f"{p.error.mean():+.4f}",
+        rows.append([p.factor, show_level(p.left_out), str(len(p.error)), f"{rms(p.error):.4f}",
+                     f"{p.error.mean():+.4f}",
                      "the rest does not tell " + ", ".join(p.lost) if p.lost else ""])
     for factor in dict.fromkeys(p.factor for p in predictions):
         errors = [p.error for p in predictions if p.factor == factor]

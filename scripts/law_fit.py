@@ -18,12 +18,13 @@ import numpy as np
 
 NAMES = ("e", "u", "eta_N", "rho_N", "w", "eta_L", "rho_L", "z", "rho_K", "rho_A")
 EFFECTS = {"u": "sparse capacity", "w": "sparse context", "z": "anchor stride"}
+EXPONENTS = {"u": ("eta_N", "rho_N"), "w": ("eta_L", "rho_L"), "z": ("rho_K", "rho_A")}
 P = len(NAMES)
 E, U, ETA_N, RHO_N, W, ETA_L, RHO_L, Z, RHO_K, RHO_A = range(P)
 
 # Of e, of the effects in the middle of the design (nats) and of the exponents.
-BOUNDS = {"e": (-1, 1), "u": (0, 5), "eta_N": (0, 2), "rho_N": (0.01, 10), "w": (0, 5), "eta_L": (0, 4),
-          "rho_L": (0.01, 4), "z": (0, 5), "rho_K": (0.01, 4), "rho_A": (0.01, 10)}
+BOUNDS = {"e": (-1, 1), "u": (0, 5), "eta_N": (0, 1), "rho_N": (0.01, 5), "w": (0, 5), "eta_L": (0, 2),
+          "rho_L": (0.01, 2), "z": (0, 5), "rho_K": (0.01, 2), "rho_A": (0.01, 5)}
 STARTS = {"e": (-0.05, 0.05), "u": (0.01, 0.5), "eta_N": (0, 0.5), "rho_N": (0.2, 3), "w": (0.001, 0.3),
           "eta_L": (0.1, 2), "rho_L": (0.1, 2), "z": (0.001, 0.3), "rho_K": (0.1, 2), "rho_A": (0.2, 3)}
 
@@ -131,6 +132,16 @@ class Design:
                           cost, -t[:, W] * cost * self.L, t[:, W] * cost_slope,
                           -step * wide, -t[:, Z] * step_slope * wide, -t[:, Z] * step * wide_slope], axis=1)
         return value, slope
+
+
+    def by_constants(self, theta, slope):
+        """Derivatives (B, 10, n) by effects turned into those by e, the logarithms of u, w and z, and the exponents."""
+        slope = slope.copy()
+        for i, _, slopes in self.middle.factors(theta):
+            slope[:, i] *= theta[:, i, None]  # an effect is its constant divided by a factor of the exponents
+            for j, by in slopes.items():
+                slope[:, j] -= slope[:, i] * np.reshape(by, (-1, 1))
+        return slope
 
 
 # ---------------------------------------------------------------------------------------------------------------
@@ -277,6 +288,7 @@ class Fit:
     settings: Settings
     theta: np.ndarray  # (10,), effects in the middle
     noise: float  # standard deviation of a run's loss about the law
+    seed_noise: float  # the same by the spread over seeds; 0 where that is not known
     samples: np.ndarray = None  # (bootstrap, 10), effects in the middle
     problem: Problem = None
 
@@ -308,7 +320,8 @@ def fit(runs, settings, middle=None, ridge=False):
         noise = noise_of(design, theta[0], target, free)
         problem = Problem(design, lower, upper, 2 * noise, priors_of(settings, noise), 0.05 * noise if ridge else 0.0)
         theta = descend(problem, target, theta[:8])
-    return Fit(design, settings, theta[0], noise_of(design, theta[0], target, free), problem=problem)
+    seed_noise = runs.seed_spread if runs.seed_pairs >= 2 else 0.0
+    return Fit(design, settings, theta[0], noise_of(design, theta[0], target, free), seed_noise, problem=problem)
 
 
 def robust_spread(values):
@@ -329,13 +342,15 @@ def priors_of(settings, noise):
 
 
 def bootstrap(found, runs):
-    """Adds the samples: the law refitted to its own values plus its own residuals, drawn anew."""
+    """Adds the samples: the law refitted to its own values plus its own residuals, drawn anew. Few runs may lie
+    closer to the law than seeds to each other; the residuals are then made as large as the spread over seeds."""
     settings, design = found.settings, found.design
     random = np.random.default_rng([settings.seed, 2])
     law = design.whiten(design.values(found.theta[None], slopes=False))[0]
     residual = design.whiten(runs.delta) - law
     n, free = len(residual), int((found.problem.lower < found.problem.upper).sum())
     residual = (residual - residual.mean()) * np.sqrt(n / max(1, n - free))
+    residual *= max(1.0, found.seed_noise / max(residual.std(), 1e-12))
     targets = law + residual[random.integers(n, size=(settings.bootstrap, n))]
     starts = np.repeat(found.theta[None], settings.bootstrap, axis=0)
     found.samples, _ = minimise(found.problem, starts, targets, steps=60)

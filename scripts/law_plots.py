@@ -109,7 +109,8 @@ def predictions(runs, found, left_out, beyond):
         series = []
         for i, p in enumerate(parts):
             rest = runs.where(p.mask)
-            series.append((f"{show_factor(factor)} {show_level(p.left_out)}", rest.loss, rest.loss - rest.delta + p.delta,
+            label = f"{show_factor(factor)} {show_level(p.left_out)}"
+            series.append((label, rest.loss, rest.loss - rest.delta + p.delta,
                            plot.MARKERS[i % len(plot.MARKERS)], plot.COLOURS[i % len(plot.COLOURS)]))
         draw_predictions(panel, f"({letter}) leaving out one {show_factor(factor)}", series)
     axes[0].set_ylabel("predicted validation loss")

@@ -18,7 +18,7 @@ SHAPE_FLAGS = {"dim": "--dim", "heads": "--heads", "kv_heads": "--kv-heads", "he
                "prefix": "--dense-prefix"}
 
 
-@dataclass
+@dataclass(eq=False)
 class Candidate:
     K: int
     A: int
@@ -95,7 +95,8 @@ def parse_size(text):
 
 
 def candidates(law, options):
-    """All K and A asked for, with their plans; of those that make the same layers, the smaller A."""
+    """All K and A asked for, with their plans, each kind of layers once: a stride longer than the model is that of its
+    only interval."""
     found, seen = [], set()
     for A in sorted(set(options.strides)):
         for K in sorted(set(options.sparsities)):
@@ -104,7 +105,8 @@ def candidates(law, options):
             plan = make_plan(law, options, K, A)
             if plan["pattern"] not in seen:
                 seen.add(plan["pattern"])
-                found.append(Candidate(K, A, plan))
+                longest = max(map(len, plan["pattern"].split("D")))
+                found.append(Candidate(K, min(A, longest // K), plan))
     if not found:
         fail(f"--sparsities: none is at most --context {options.context}; give smaller ones")
     plans = [c.plan for c in found]
@@ -163,8 +165,8 @@ def recommendation_text(law, options, found):
     ranked = choose(found, memory)
     if not ranked:
         least = min(found, key=lambda c: c.memory)
-        fail(f"--memory {options.memory:g}: none of {len(found)} configurations fits; the smallest, K {least.K} A {least.A}, "
-             f"needs {least.memory / 2**30:.2f} GiB; give a smaller --batch-size, --context or backbone")
+        fail(f"--memory {options.memory:g}: none of {len(found)} configurations fits; the smallest, K {least.K} "
+             f"A {least.A}, needs {least.memory / 2**30:.2f} GiB; give a smaller --batch-size, --context or backbone")
     best = ranked[0]
     lines = [table(HEADER, [row_of(law, options, c) for c in ranked[:options.top]]), ""]
     if best.delta >= 0:
@@ -173,8 +175,8 @@ def recommendation_text(law, options, found):
     too_large = [c for c in found if c.memory > memory and c.delta < best.delta]
     if too_large:
         c = min(too_large, key=lambda c: c.delta)
-        lines.append(f"{len(too_large)} better ones do not fit {options.memory:g} GiB; the best, K {c.K} A {c.A}, is predicted "
-                     f"at {c.delta:+.4f} and needs {c.memory / 2**30:.2f} GiB")
+        lines.append(f"{len(too_large)} better ones do not fit {options.memory:g} GiB; the best, K {c.K} A {c.A}, is "
+                     f"predicted at {c.delta:+.4f} and needs {c.memory / 2**30:.2f} GiB")
     flags = [*backbone_flags(law, options.active), "--arch", "xmod", "--token-sparsity", str(best.K), "--anchor-stride",
              str(best.A), "--seq-len", str(options.context), "--compute", f"{options.compute:g}",
              "--batch-size", str(options.batch_size), *options.flags]

@@ -2,7 +2,6 @@
 
 import json
 import math
-import os
 
 import numpy as np
 
@@ -23,7 +22,7 @@ def require_identified(runs, settings):
     if not lost:
         return
     names = ", ".join(NAMES[i] for i in lost)
-    counts = ", ".join(f"{len(set(np.asarray(runs.factor(name)).tolist()))} of {name}" for name in ("L", "K", "A", "N_act"))
+    counts = ", ".join(f"{len(runs.levels(name))} of {name}" for name in ("L", "K", "A", "N_act"))
     fail(f"{runs.path}: too few runs for the parameters {names}: {len(runs)} of X-MoD with {counts}, and {len(free)} "
          "parameters; train more, or hold some by --fix or --prior")
 
@@ -32,7 +31,7 @@ def unidentified(runs, free):
     """Those of the free parameters that no losses of these runs could tell."""
     design = law_fit.Design(runs)
     theta = law_fit.draw_starts(np.random.default_rng(7), 8)
-    slope = design.whiten(design.values(theta)[1])[:, free]  # (8, free, n)
+    slope = design.by_constants(theta, design.whiten(design.values(theta)[1]))[:, free]  # (8, free, n)
     size = np.linalg.norm(slope, axis=2, keepdims=True)
     blind = (size < 1e-12).all(0)[:, 0]
     slope = np.pad(slope, [(0, 0), (0, 0), (0, max(0, len(free) - len(runs)))])
@@ -53,6 +52,8 @@ def verdicts(found):
         at_low = (found.samples[:, i] <= lower[i] + margin).mean() > tail
         at_high = (found.samples[:, i] >= upper[i] - margin).mean() > tail
         told = verdict(name, low[i], high[i], lower[i] == upper[i], at_low, at_high)
+        if name == "e" and told == "determined" and high[i] - low[i] > abs(found.theta[law_fit.U]):
+            told = "loose"  # it and the capacity's gain are not told apart
         result[name] = (low[i], high[i], told + (", with a prior" if name in found.settings.priors else ""))
     return result
 
@@ -73,21 +74,18 @@ def verdict(name, low, high, fixed, at_low, at_high):
 
 def loose_directions(found):
     """Combinations of constants that the noise leaves free by more than a factor of e: [(size, {name: weight})], from
-    the singular values of the Jacobian with respect to the logarithms of the constants (e: in steps of 0.01)."""
+    the singular values of the Jacobian with respect to the logarithms of the constants (e: in steps of 0.1)."""
     lower, upper = law_fit.limits(found.settings)
-    middle, theta = found.design.middle, found.theta
-    _, slope = found.problem.residuals(theta[None], np.zeros((1, len(found.design.K))))
-    slope = slope[0].T.copy()  # by effects; now by constants, effect = constant / factor(exponents)
-    for i, _, slopes in middle.factors(theta):
-        for j, by in slopes.items():
-            slope[:, j] -= slope[:, i] * theta[i] * by
-    scale = np.where(theta == 0, 1e-12, np.abs(theta))
-    scale[0] = 0.01
+    theta, target = found.theta[None], np.zeros(len(found.design.K))
+    slope = found.design.by_constants(theta, found.problem.residuals(theta, target)[1])[0]
+    scale = np.maximum(np.abs(found.theta), 1e-3)
+    scale[law_fit.E] = 0.1
+    scale[[law_fit.U, law_fit.W, law_fit.Z]] = 1
     free = [i for i in range(P) if lower[i] < upper[i]]
-    _, values, directions = np.linalg.svd((slope * scale)[:, free], full_matrices=False)
+    _, values, directions = np.linalg.svd((slope.T * scale)[:, free], full_matrices=False)
     loose = []
     for value, direction in zip(values, directions):
-        size = found.noise / max(value, 1e-300)
+        size = max(found.noise, found.seed_noise) / max(value, 1e-300)
         if size > 1:
             largest = direction[np.argmax(np.abs(direction))]
             parts = {NAMES[free[i]]: float(x / largest) for i, x in enumerate(direction) if abs(x / largest) > 0.15}
@@ -129,8 +127,8 @@ def fit_text(found, runs):
     lines += effect_lines(found)
     loose = loose_directions(found)
     if loose:
-        lines += ["", "Combinations that the noise leaves free by more than a factor of e (the first constant changes by"
-                  " one power, the others by theirs):"]
+        lines += ["", "Combinations that the noise leaves free by more than a factor of e (the first constant changes"
+                  " by one power, the others by theirs; e counts in tenths of a nat):"]
         lines += ["  " + " ".join(f"{name}^{weight:+.2f}" for name, weight in parts.items())
                   + (f"   free by e^{size:.1f}" if size < 100 else "   free") for size, parts in loose]
     lines += ["", error_text(found, runs)]
@@ -154,9 +152,11 @@ def effect_lines(found):
 
 
 def error_text(found, runs):
+    lower, upper = law_fit.limits(found.settings)
     spread = "no configuration has two seeds" if not runs.seed_pairs else \
         f"{runs.seed_spread:.4f} (over {runs.seed_pairs} further seeds)"
-    return (f"root mean square error {rms(found.predict(runs) - runs.delta):.4f} nats; the differences themselves vary by "
+    return (f"root mean square error {rms(found.predict(runs) - runs.delta):.4f} nats, {len(runs)} runs and "
+            f"{(lower < upper).sum()} free constants; the differences themselves vary by "
             f"{np.std(runs.delta):.4f}\nnoise of a run by the residuals {found.noise:.4f}; spread over seeds {spread}")
 
 

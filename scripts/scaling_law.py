@@ -12,8 +12,8 @@ context and training FLOPs, as a law in N, Nact, L, K and A.
 fit finds the constants by robust least squares within bounds from many starts, their intervals by bootstrap, and tells
 which of them the data determine. crossval leaves out one value of L, A, Nact or K at a time and predicts its runs from
 the rest; then the largest value of each from the smaller ones. plot draws both. check compares the predictions of a
-fitted law with runs. recommend finds the K and A of least predicted loss whose training fits the memory, by the counts of
-`train_xmod plan`; predict gives the same for K and A of your choice.
+fitted law with runs. recommend finds the K and A of least predicted loss whose training fits the memory, by the counts
+of `train_xmod plan`; predict gives the same for K and A of your choice.
 """
 
 import argparse
@@ -37,7 +37,11 @@ def log(text):
 
 
 def settings_of(options):
-    settings = law_fit.Settings(options.starts, options.bootstrap, options.seed, fixed=dict(options.fix),
+    fixed = dict(options.fix)
+    for name, exponents in law_fit.EXPONENTS.items():
+        if name in fixed:  # at 0: without the term its exponents mean nothing
+            fixed = {**dict.fromkeys(exponents, 1.0), **fixed}
+    settings = law_fit.Settings(options.starts, options.bootstrap, options.seed, fixed=fixed,
                                 bounds=dict(options.bounds), signed=options.signed)
     if options.prior:
         constants = law_report.read_law(options.prior, complete=False)["constants"]
@@ -65,10 +69,11 @@ def run_fit(options):
     settings = settings_of(options)
     runs = read(options, settings)
     found = fit(runs, settings)
+    if options.out:
+        write_whole(options.out, json.dumps(law_report.law_json(found, runs, options.routing), indent=1) + "\n")
     print(law_report.describe(runs) + "\n")
     print(law_report.fit_text(found, runs))
     if options.out:
-        write_whole(options.out, json.dumps(law_report.law_json(found, runs, options.routing), indent=1) + "\n")
         print(f"\nwrote {options.out}")
 
 
@@ -94,7 +99,8 @@ def run_plot(options):
     except ImportError as error:
         fail(f"needs {error.name}: run scripts/install_deps.sh plot, or pip install {error.name}")
     found = law_fit.fit(runs, settings)
-    predictions = {factor: law_crossval.leave_one_out(runs, settings, factor, log) for factor in ("L", "A", "N_act", "K")}
+    predictions = {factor: law_crossval.leave_one_out(runs, settings, factor, log)
+                   for factor in ("L", "A", "N_act", "K")}
     beyond = law_crossval.out_of_range(runs, settings, log)
     log("")
     for name, figure in (("regularities", law_plots.regularities(runs, found, options.absolute)),
@@ -147,13 +153,14 @@ def write_whole(path, text):
 
 
 def constant_value(text):
-    name, _, value = text.partition("=")
-    if name not in law_fit.NAMES or name in law_fit.EFFECTS:
-        raise argparse.ArgumentTypeError(f"{text!r}: expected NAME=VALUE with e or an exponent, as rho_A=1")
+    name, _, number = text.partition("=")
     try:
-        return name, float(value)
+        value = float(number)
     except ValueError:
-        raise argparse.ArgumentTypeError(f"{text!r}: {value!r} is not a number") from None
+        raise argparse.ArgumentTypeError(f"{text!r}: expected NAME=VALUE, as rho_A=1") from None
+    if name not in law_fit.NAMES or name in law_fit.EFFECTS and value != 0:
+        raise argparse.ArgumentTypeError(f"{text!r}: expected e or an exponent, as rho_A=1, or u, w or z at 0")
+    return name, value
 
 
 def constant_bounds(text):
@@ -196,16 +203,16 @@ def add_law(parser):
 
 
 def add_model_options(parser):
-    parser.add_argument("--active", required=True, metavar="N", help="the backbone: a name or a size in the sweep of the "
-                        "law, or a preset of train_xmod")
+    parser.add_argument("--active", required=True, metavar="N", help="the backbone: a name or a size in the sweep of "
+                        "the law, or a preset of train_xmod")
     parser.add_argument("--context", required=True, type=count(1), metavar="L", help="tokens of a sequence")
     parser.add_argument("--compute", required=True, type=positive, metavar="C", help="training FLOPs, as 1e18")
     parser.add_argument("--sparsities", type=count(1), nargs="+", default=law_recommend.SPARSITIES, metavar="K",
                         help="default: " + " ".join(map(str, law_recommend.SPARSITIES)))
     parser.add_argument("--strides", type=count(1), nargs="+", default=law_recommend.STRIDES, metavar="A",
                         help="default: " + " ".join(map(str, law_recommend.STRIDES)))
-    parser.add_argument("--batch-size", type=count(1), default=1, metavar="N", help="sequences of a micro-batch, for the "
-                        "memory (default: 1)")
+    parser.add_argument("--batch-size", type=count(1), default=1, metavar="N", help="sequences of a micro-batch, for "
+                        "the memory (default: 1)")
     parser.add_argument("--binary", default=os.path.join(os.path.dirname(sys.path[0]), "train_xmod"), metavar="FILE",
                         help="the trainer whose plan counts (default: train_xmod of this repository)")
     parser.add_argument("--json", action="store_true", help="print JSON")
@@ -216,10 +223,11 @@ def add_fit_options(parser):
     add_runs(parser)
     parser.add_argument("--prior", metavar="FILE", help="constants that pull the fit towards them, such as "
                         "scripts/paper_law.json; off by default")
-    parser.add_argument("--prior-width", type=positive, default=0.1, metavar="X", help="relative standard deviation of the "
-                        "prior (default: 0.1)")
+    parser.add_argument("--prior-width", type=positive, default=0.1, metavar="X", help="relative standard deviation of "
+                        "the prior (default: 0.1)")
     parser.add_argument("--fix", type=constant_value, action="append", default=[], metavar="NAME=VALUE",
-                        help="hold e or an exponent at a value, as rho_A=1; may be repeated")
+                        help="hold e or an exponent at a value, as rho_A=1, or leave out a term, as z=0; may be "
+                        "repeated")
     parser.add_argument("--bounds", type=constant_bounds, action="append", default=[], metavar="NAME=LOW:HIGH",
                         help="other bounds for e or an exponent; may be repeated")
     parser.add_argument("--signed", action="store_true", help="let u, w and z be negative")

@@ -145,6 +145,16 @@ TEST_F(ScalingLawTest, PointOfAModel) {
   EXPECT_EQ(p.A, 2);
 }
 
+// 8 active layers behind a prefix of 2: five sparse units and the anchor at the end, whatever more is asked
+// for.
+TEST_F(ScalingLawTest, StrideThatTheModelHasRoomFor) {
+  ModelConfig c = tiny();
+  for (const auto& [asked, effective] : {std::pair<int64_t, int64_t>{1, 1}, {4, 4}, {5, 5}, {8, 5}}) {
+    c.anchor_stride = asked;
+    EXPECT_EQ(law_point(c, "law.json").A, effective);
+  }
+}
+
 TEST_F(ScalingLawTest, DescribesXmodAlone) {
   ModelConfig c = tiny();
   c.anchors = false;

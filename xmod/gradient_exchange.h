@@ -164,9 +164,9 @@ class GradientExchange {
 
   // Pieces whose numbers may arrive at a time.
   static int64_t count_slots(const std::vector<RankPiece>& pieces, int ranks) {
-    constexpr int64_t kFloats = int64_t{1} << 23;
+    constexpr int64_t kFloats = int64_t{1} << 23, kMostSlots = 64;
     const int64_t slot = std::max<int64_t>(1, (ranks - 1) * largest(pieces));
-    return std::min(static_cast<int64_t>(pieces.size()), std::clamp<int64_t>(kFloats / slot, 2, 16));
+    return std::min(static_cast<int64_t>(pieces.size()), std::clamp<int64_t>(kFloats / slot, 2, kMostSlots));
   }
 
   float* values_of(size_t piece) const { return values_ + pieces_[piece].offset; }
@@ -185,7 +185,7 @@ class GradientExchange {
     }
     // In the order of the pieces on every rank: the first that is not through is then under way everywhere,
     // so that somebody can always go on.
-    const size_t window = static_cast<size_t>(std::max(32, 2 * ranks_.size()));
+    const size_t window = static_cast<size_t>(std::max(64, 2 * ranks_.size()));
     while (next_ < pieces_.size() && pieces_[next_].offset >= final_from_ && under_way_ < window) {
       if (!start(next_)) break;
       next_++;

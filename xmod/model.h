@@ -184,8 +184,8 @@ class Model {
   // When set, is told the rows that each sparse layer has just selected (routing analysis, tests).
   std::function<void(int64_t layer, const Rows& rows)> on_selection;
 
-  // When set, is told that the backward pass is through with the gradients from `offset` on. On a device also
-  // while it goes on, with the offset of the last time.
+  // When set, is told that the backward pass is through with the gradients from `offset` on, and now and then
+  // the same again: who moves them gets the time to.
   std::function<void(int64_t offset)> on_gradients;
 
   const ModelConfig config;
@@ -459,6 +459,8 @@ class Model {
         a.router_logit, gated(p) ? weight(p.residual_gate) : nullptr, a.rows.row, a.rows.n, config.dim);
     if (plan[l].ffn != Ffn::none) {
       ffn_part_backward(a, p);
+      if constexpr (Backend::kProcessor == Processor::cpu)
+        gradients_done(static_cast<int64_t>(plan.size() - l) - 1);
     } else {
       be_.zero(g.dx, a.rows.n * config.dim);
     }

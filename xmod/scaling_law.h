@@ -10,6 +10,7 @@
 #include <array>
 #include <cmath>
 #include <cstddef>
+#include <cstdint>
 #include <nlohmann/json.hpp>
 #include <string>
 #include <utility>
@@ -148,6 +149,20 @@ inline ScalingLaw read_scaling_law(const std::string& path) {
   return result;
 }
 
+namespace detail {
+
+// Of a stride longer than the model, only what there is room for counts: the longest run of sparse units.
+inline int64_t stride_in_effect(const ModelConfig& c) {
+  int64_t run = 0, longest = 0;
+  for (const Layer& layer : make_layer_plan(c)) {
+    run = layer.routed ? run + 1 : 0;
+    longest = std::max(longest, run);
+  }
+  return std::min(c.anchor_stride, longest / c.token_sparsity);
+}
+
+}  // namespace detail
+
 // The law describes X-MoD alone.
 inline LawPoint law_point(const ModelConfig& c, const std::string& path) {
   if (c.arch != Arch::xmod || !c.anchors) {
@@ -156,7 +171,7 @@ inline LawPoint law_point(const ModelConfig& c, const std::string& path) {
   }
   const Accounting a = account(c);
   return {static_cast<double>(a.params_total), a.params_active, static_cast<double>(c.seq_len),
-          static_cast<double>(c.token_sparsity), static_cast<double>(c.anchor_stride)};
+          static_cast<double>(c.token_sparsity), static_cast<double>(detail::stride_in_effect(c))};
 }
 
 inline LawPrediction predict(const ScalingLaw& law, const LawPoint& point) {
