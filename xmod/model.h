@@ -459,7 +459,8 @@ class Model {
         a.router_logit, gated(p) ? weight(p.residual_gate) : nullptr, a.rows.row, a.rows.n, config.dim);
     if (plan[l].ffn != Ffn::none) {
       ffn_part_backward(a, p);
-      if constexpr (Backend::kHostMemory) gradients_done(static_cast<int64_t>(plan.size() - l) - 1);
+      if constexpr (Backend::kProcessor == Processor::cpu)
+        gradients_done(static_cast<int64_t>(plan.size() - l) - 1);
     } else {
       be_.zero(g.dx, a.rows.n * config.dim);
     }
