@@ -113,7 +113,7 @@ build/test_%: test/test_%.cpp build/cpu_matmul.o | build
 
 # The same tests on a GPU, compiled by nvcc: build/test_device_passes and so on. scripts/gpu_check.sh runs them.
 build/test_device_%: test/test_%.cpp build/cpu_matmul.o | build
-	$(COMPILE_CUDA) $(TEST_CXXFLAGS) -DXMOD_TEST_CUDA -x cu $< -Xlinker $(filter %.o,$^) -o $@ -lgtest -lgtest_main -lcublas
+	$(COMPILE_CUDA) $(TEST_CXXFLAGS) -DXMOD_TEST_CUDA= -x cu $< -Xlinker $(filter %.o,$^) -o $@ -lgtest -lgtest_main -lcublas
 
 device-test-programs: $(DEVICE_TESTS)
 
