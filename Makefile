@@ -58,7 +58,7 @@ HOST_FLAGS = $(subst $(space),$(comma),$(strip $(MACHINE) $(OPENMP) $(WARNINGS) 
 COMPILE_CUDA = $(NVCC) -std=c++20 -ccbin $(CXX) $(GPU_CODE) -Xcompiler $(HOST_FLAGS) -I. -MMD -MP
 TRAIN_CUDA := $(if $(NVCC),$(patsubst %.cu,%cu,$(wildcard train_xmod.cu)))
 
-FORMATTED := $(wildcard *.cpp *.cu *.h bench/*.cpp bench/*.cu bench/*.h xmod/*.cpp xmod/*.h xmod/layers/*.h test/*.cpp test/*.h \
+FORMATTED := $(wildcard *.cpp *.cu *.h bench/*.cpp bench/*.cu bench/*.h xmod/*.cpp xmod/*.h xmod/layers/*.h test/*.cpp test/*.cu test/*.h \
   test/cuda_emulation/*.h test/cuda_emulation/include/*.h)
 # Tests that are built a second time, for the CUDA backend. The others run there too, in minutes under emulation:
 # make test ON_CUDA='optimizer properties properties_routing generate'
@@ -113,7 +113,7 @@ build/test_%: test/test_%.cpp build/cpu_matmul.o | build
 
 # The same tests on a GPU, compiled by nvcc: build/test_device_passes and so on. scripts/gpu_check.sh runs them.
 build/test_device_%: test/test_%.cpp build/cpu_matmul.o | build
-	$(COMPILE_CUDA) $(TEST_CXXFLAGS) -DXMOD_TEST_CUDA -x cu $< -Xlinker $(filter %.o,$^) -o $@ -lgtest -lgtest_main -lcublas
+	$(COMPILE_CUDA) $(TEST_CXXFLAGS) -DXMOD_TEST_CUDA= -x cu $< -Xlinker $(filter %.o,$^) -o $@ -lgtest -lgtest_main -lcublas
 
 device-test-programs: $(DEVICE_TESTS)
 

@@ -138,6 +138,16 @@ TEST(Launches, OfASparseLayer) {
   EXPECT_EQ(backward, 17);
 }
 
+TEST(Launches, DoNotGrowWithTheNumberOfExperts) {
+  for (Arch arch : {Arch::moe, Arch::deco}) {
+    const ModelConfig few = small_config(arch);
+    ModelConfig many = few;
+    many.experts = 11;
+    EXPECT_GT(launches_of_step(few), 0);
+    EXPECT_EQ(launches_of_step(many), launches_of_step(few)) << arch_name(arch);
+  }
+}
+
 #endif
 
 }  // namespace

@@ -304,8 +304,8 @@ TEST(ReferenceDumps, AreAllThere) {
   const std::vector<std::string> expected = {
       "deco",          "deco_no_shared", "dense",           "dense_untied",    "mod",
       "moe",           "moe_extremes",   "no_anchors",      "no_dense_prefix", "no_residual_gate",
-      "no_token_bias", "routed_ffn",     "routed_ffn_a2k2", "selected_q",      "xmod_a1k4",
-      "xmod_a2k3",     "xmod_c1",        "xmod_ragged"};
+      "no_token_bias", "routed_ffn",     "routed_ffn_a2k2", "selected_q",      "selected_q_a1k2",
+      "xmod_a1k4",     "xmod_a2k3",      "xmod_c1",         "xmod_ragged"};
   EXPECT_EQ(cases(), expected);
 }
 

@@ -525,8 +525,8 @@ class Model {
 
   // Of the micro-batches since the last step.
   ExpertLoads expert_loads() {
-    std::vector<float> sums(static_cast<size_t>(has_experts(config.arch) ? table.step_sums_total : 0));
-    be_.to_host(sums.data(), step_sums_.data(), static_cast<int64_t>(sums.size()));
+    std::vector<float> sums(static_cast<size_t>(table.step_sums_total));
+    if (has_experts(config.arch)) be_.to_host(sums.data(), step_sums_.data(), table.step_sums_total);
     std::vector<std::vector<float>> layers;
     for (const LayerParameters& p : table.layers) {
       const int64_t at = loads_offset(p.ffn);
