@@ -25,6 +25,7 @@
 
 #include "xmod/error.h"
 #include "xmod/files.h"
+#include "xmod/fingerprint.h"
 #include "xmod/permutation.h"
 
 namespace xmod {
@@ -82,6 +83,17 @@ class TokenShards {
     return all;
   }
 
+  // For processes that are to read the same: sizes, and a hash of the names of shards and of samples of them.
+  std::string fingerprint() const {
+    uint64_t hash = kHashStart;
+    for (const Shard& shard : shards_) {
+      const std::string name = shard.path.substr(shard.path.rfind('/') + 1);
+      hash = hash_bytes(name.data(), name.size() + 1, hash);
+      hash = hash_samples(shard, hash);
+    }
+    return detail::concatenate(num_tokens_, " tokens in ", num_shards(), " shards, hash ", show_hash(hash));
+  }
+
   // inputs (T), targets (T). Opens the shard anew: a data set may have more shards than a process may have
   // open files, and an open is cheap beside a training step.
   void read_sequence(int64_t index, int32_t* inputs, int32_t* targets) const {
@@ -101,6 +113,21 @@ class TokenShards {
     int64_t width;  // bytes per token: 2 or 4
     int64_t sequences(int64_t T) const { return (tokens - 1) / T; }
   };
+
+  // Of up to 64 places all over a shard.
+  static uint64_t hash_samples(const Shard& shard, uint64_t hash) {
+    constexpr int64_t kSamples = 64, kBytes = 4096;
+    const FileDescriptor file = open_for_reading(shard.path);
+    const int64_t size = kShardHeaderBytes + shard.tokens * shard.width;
+    const int64_t step = std::max(kBytes, size / kSamples);
+    char bytes[kBytes];
+    for (int64_t first = 0; first < size; first += step) {
+      const int64_t n = std::min(kBytes, size - first);
+      read_fully_at(file, bytes, n, first, shard.path);
+      hash = hash_bytes(bytes, static_cast<size_t>(n), hash);
+    }
+    return hash;
+  }
 
   std::vector<std::string> matching_paths(const std::string& pattern) const {
     if (path_exists(pattern)) return {pattern};  // perhaps a name with a character such as '[' in it
@@ -284,6 +311,8 @@ class EvalLoader {
   const TokenShards& shards() const { return shards_; }
   int64_t num_sequences() const { return num_sequences_; }
   void reset() { position_ = 0; }
+  void skip_batch() { position_ += std::min(B_, num_sequences_ - position_); }
+  int64_t num_batches() const { return (num_sequences_ + B_ - 1) / B_; }
 
   // inputs (B, T), targets (B, T); returns the number of rows written: B, fewer in the last batch, then 0.
   int64_t next_batch(int32_t* inputs, int32_t* targets) {

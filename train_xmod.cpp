@@ -40,6 +40,7 @@ namespace xmod {
 class CpuBackend : public CpuExpertPasses {
  public:
   using floatX = float;  // of activations and weights inside products
+  static constexpr Processor kProcessor = Processor::cpu;
 
   explicit CpuBackend(const MachineOptions& machine = {})
       : matmul_scratch_(choose_matmul_kernel(machine.precision, machine.instructions)) {
@@ -58,6 +59,9 @@ class CpuBackend : public CpuExpertPasses {
   static int threads() {
     return max_threads();
   }
+
+  // Before anything else: which device this process works on, of the ones that the ranks of a host share out.
+  static void use_device(int64_t /*local_rank*/) {}
 
   // ------------------------------------------------------------------------------------------------
   // memory
@@ -528,7 +532,7 @@ class CpuBackend : public CpuExpertPasses {
                        const float* inp,     // (n, C)
                        const float* weight,  // (OC, C)
                        int64_t n, int64_t C, int64_t OC) {
-    matmul_dinp(dinp, dout, weight, n, C, OC, {.accumulate = false});
+    matmul_dinp(dinp, dout, weight, n, C, OC, false);
     matmul_dweight(dweight, dout, inp, n, C, OC);
   }
 
@@ -539,16 +543,47 @@ class CpuBackend : public CpuExpertPasses {
                            const float* inp,     // (n, C)
                            const float* weight,  // (OC, C)
                            int64_t n, int64_t C, int64_t OC) {
-    matmul_dinp(dinp, dout, weight, n, C, OC, {.accumulate = true});
+    matmul_dinp(dinp, dout, weight, n, C, OC, true);
     matmul_dweight(dweight, dout, inp, n, C, OC);
+  }
+
+  // Each group of rows with the matrix of its expert: group e is rows expert_offsets[e] ..
+  // expert_offsets[e+1], matrix e begins at weight + e * stride, its gradient at dweight + e * stride.
+  void expert_matmul_forward(float* out,                     // (pairs, OC)
+                             const float* inp,               // (pairs, C)
+                             const float* weight,            // E of (OC, C)
+                             int64_t stride,                 // from one matrix to the next
+                             const int64_t* expert_offsets,  // (E+1)
+                             int64_t /*pairs*/, int64_t E, int64_t C, int64_t OC) {
+    for (int64_t e = 0; e < E; e++) {
+      const int64_t first = expert_offsets[e], rows = expert_offsets[e + 1] - first;
+      if (rows > 0) matmul_forward(out + first * OC, inp + first * C, weight + e * stride, rows, C, OC);
+    }
+  }
+
+  void expert_matmul_backward(float* dinp,                    // (pairs, C)
+                              float* dweight,                 // E of (OC, C) added to
+                              const float* dout,              // (pairs, OC)
+                              const float* inp,               // (pairs, C)
+                              const float* weight,            // E of (OC, C)
+                              int64_t stride,                 // from one matrix to the next
+                              const int64_t* expert_offsets,  // (E+1)
+                              int64_t /*pairs*/, int64_t E, int64_t C, int64_t OC) {
+    for (int64_t e = 0; e < E; e++) {
+      const int64_t first = expert_offsets[e], rows = expert_offsets[e + 1] - first;
+      if (rows == 0) continue;
+      matmul_backward(dinp + first * C, dweight + e * stride, dout + first * OC, inp + first * C,
+                      weight + e * stride, rows, C, OC);
+    }
   }
 
   // The two products that they are.
   void matmul_dinp(float* dinp,          // (n, C)
                    const float* dout,    // (n, OC)
                    const float* weight,  // (OC, C)
-                   int64_t n, int64_t C, int64_t OC, const MatmulUpdate& update) {
-    matmul(dinp, C, stored(dout, OC), stored(weight, C), n, C, OC, matmul_scratch_, update);
+                   int64_t n, int64_t C, int64_t OC, bool accumulate) {
+    matmul(dinp, C, stored(dout, OC), stored(weight, C), n, C, OC, matmul_scratch_,
+           {.accumulate = accumulate});
   }
 
   void matmul_dweight(float* dweight,     // (OC, C) added to
@@ -799,12 +834,13 @@ class CpuBackend : public CpuExpertPasses {
   }
 
   // Muon on `count` matrices of one shape; see xmod/cpu_muon.h.
-  void muon_update(float* params,           // matrices (rows, cols) at `offsets`
-                   float* momentum,         // the same places
-                   const float* grads,      // the same places
-                   const int64_t* offsets,  // (count) on the host
+  void muon_update(float* params,                    // matrices (rows, cols) at `offsets`
+                   float* momentum,                  // matrices at `momentum_offsets`
+                   const float* grads,               // at `offsets`
+                   const int64_t* offsets,           // (count) on the host
+                   const int64_t* momentum_offsets,  // (count) on the host
                    int64_t count, int64_t rows, int64_t cols, const MuonStep& h) {
-    muon_.update(params, momentum, grads, offsets, count, rows, cols, h, fp32_scratch_);
+    muon_.update(params, momentum, grads, offsets, momentum_offsets, count, rows, cols, h, fp32_scratch_);
   }
 
  private:

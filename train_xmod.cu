@@ -11,12 +11,14 @@
 #include <algorithm>
 #include <cmath>
 #include <cstdint>
+#include <memory>
 #include <string>
 #include <type_traits>
 #include <vector>
 
 #include "xmod/cuda_attention.h"
 #include "xmod/cuda_common.h"
+#include "xmod/cuda_expert_matmul.h"
 #include "xmod/cuda_experts.h"
 #include "xmod/cuda_graph.h"
 #include "xmod/cuda_loss.h"
@@ -25,6 +27,7 @@
 #include "xmod/cuda_optimizer.h"
 #include "xmod/cuda_routing.h"
 #include "xmod/cuda_rows.h"
+#include "xmod/cuda_side_stream.h"
 #include "xmod/model.h"
 #include "xmod/optimizer.h"
 #include "xmod/options.h"
@@ -35,12 +38,21 @@ template <class Element>
 class CudaBackend {
  public:
   using floatX = Element;
+  using SideStream = CudaSideStream;
   static constexpr bool kMixed = !std::is_same_v<floatX, float>;
+  static constexpr Processor kProcessor = Processor::gpu;
 
-  explicit CudaBackend(const MachineOptions& = {}) : matmul_(stream_.get()) {
+  explicit CudaBackend(const MachineOptions& machine = {}) : matmul_(stream_.get()) {
+    graph_.enabled = machine.cuda_graph;
     zero(counters_.reserve(SumScratch::kCounters), SumScratch::kCounters);
     sum_.reserve(1);
     partial_sums_.reserve(kMostSumBlocks);
+  }
+
+  static void use_device(int64_t local_rank) {
+    int devices = 0;
+    cuda_check(cudaGetDeviceCount(&devices));
+    cuda_check(cudaSetDevice(static_cast<int>(local_rank % std::max(1, devices))));
   }
 
   static std::string description() {
@@ -135,8 +147,20 @@ class CudaBackend {
     graph_.run({owner, B, T, scale}, allocations_, stream_.get(), work);
   }
 
+  // Of a step's work: sets a mark behind what has been launched; says whether the GPU has come there.
+  void mark(int64_t i) {
+    while (static_cast<int64_t>(marks_.size()) <= i) marks_.push_back(std::make_unique<CudaMark>());
+    marks_[static_cast<size_t>(i)]->set(stream_.get());
+  }
+  bool passed(int64_t i) const { return marks_[static_cast<size_t>(i)]->passed(); }
+
+  void wait() { cuda_check(cudaStreamSynchronize(stream_.get())); }
+
   void use_graphs(bool use) { graph_.enabled = use; }
   int64_t graph_nodes() const { return graph_.nodes(); }
+
+  // On which all passes run, one behind the other.
+  cudaStream_t stream() const { return stream_.get(); }
 
   // ------------------------------------------------------------------------------------------------
   // index tables
@@ -360,12 +384,41 @@ class CudaBackend {
 
   void matmul_backward(floatX* dinp, float* dweight, const floatX* dout, const floatX* inp,
                        const float* weight, int64_t n, int64_t C, int64_t OC) {
-    backward_products(dinp, dweight, dout, inp, weight, n, C, OC, 0);
+    matmul_dinp(dinp, dout, weight, n, C, OC, false);
+    matmul_dweight(dweight, dout, inp, n, C, OC);
   }
 
   void matmul_add_backward(floatX* dinp, float* dweight, const floatX* dout, const floatX* inp,
                            const float* weight, int64_t n, int64_t C, int64_t OC) {
-    backward_products(dinp, dweight, dout, inp, weight, n, C, OC, 1);
+    matmul_dinp(dinp, dout, weight, n, C, OC, true);
+    matmul_dweight(dweight, dout, inp, n, C, OC);
+  }
+
+  void matmul_dinp(floatX* dinp, const floatX* dout, const float* weight, int64_t n, int64_t C, int64_t OC,
+                   bool accumulate) {
+    if (n == 0) return;
+    matmul_(dinp, Factor<floatX>{dout}, Factor<floatX>{weight_factor(weight, OC * C)}, {n, C, OC}, 1,
+            accumulate);
+  }
+
+  void matmul_dweight(float* dweight, const floatX* dout, const floatX* inp, int64_t n, int64_t C,
+                      int64_t OC) {
+    if (n == 0) return;
+    matmul_(dweight, Factor<floatX>{dout, true}, Factor<floatX>{inp}, {OC, C, n}, 1, 1);
+  }
+
+  void expert_matmul_forward(floatX* out, const floatX* inp, const float* weight, int64_t stride,
+                             const int64_t* expert_offsets, int64_t pairs, int64_t E, int64_t C, int64_t OC) {
+    const floatX* matrices = weight_factor(weight, (E - 1) * stride + OC * C);
+    cuda_expert_matmul_forward(out, inp, matrices, stride, expert_offsets, pairs, E, C, OC, stream_.get());
+  }
+
+  void expert_matmul_backward(floatX* dinp, float* dweight, const floatX* dout, const floatX* inp,
+                              const float* weight, int64_t stride, const int64_t* expert_offsets,
+                              int64_t pairs, int64_t E, int64_t C, int64_t OC) {
+    const floatX* matrices = weight_factor(weight, (E - 1) * stride + OC * C);
+    cuda_expert_matmul_backward(dinp, dweight, dout, inp, matrices, stride, expert_offsets, pairs, E, C, OC,
+                                stream_.get());
   }
 
   void matmul_fp32_forward(float* out, const floatX* inp, const float* weight, int64_t n, int64_t C,
@@ -481,37 +534,39 @@ class CudaBackend {
   }
 
   // As many matrices at a time as the scratch is to hold.
-  void muon_update(float* params, float* momentum, const float* grads, const int64_t* offsets, int64_t count,
-                   int64_t rows, int64_t cols, const MuonStep& h) {
+  void muon_update(float* params, float* momentum, const float* grads, const int64_t* offsets,
+                   const int64_t* momentum_offsets, int64_t count, int64_t rows, int64_t cols,
+                   const MuonStep& h) {
     constexpr int64_t kScratch = int64_t{1} << 25;  // numbers, of each of the two largest tensors
     const int64_t at_a_time = std::clamp<int64_t>(kScratch / (rows * cols), 1, count);
-    int64_t* device_offsets = offsets_.reserve(count);
+    int64_t* device_offsets = offsets_.reserve(2 * count);
     to_device(device_offsets, offsets, count);
+    to_device(device_offsets + count, momentum_offsets, count);
     for (int64_t i = 0; i < count; i += at_a_time) {
-      muon_matrices(params, momentum, grads, device_offsets + i, std::min(at_a_time, count - i), rows, cols,
-                    h);
+      const MuonMatrices matrices = {device_offsets + i, device_offsets + count + i, rows * cols};
+      muon_matrices(params, momentum, grads, matrices, std::min(at_a_time, count - i), rows, cols, h);
     }
   }
 
   // ------------------------------------------------------------------------------------------------
   // experts: grouped rows (from here on in the order of xmod/cpu_experts.h)
 
-  // The one place where the host waits for a layer: it has to know how many rows each expert's product has.
+  // All on the device: the host goes on with the most pairs that there may be.
   int64_t group_by_expert(int32_t* row, int32_t* expert, int32_t* slot, int64_t* slot_offsets,
-                          int64_t* expert_offsets, const uint8_t* chosen, int64_t n, int64_t E) {
-    graph_.refuse("layers with experts wait for the host");
+                          int64_t* expert_offsets, const uint8_t* chosen, int64_t n, int64_t E,
+                          int64_t most_pairs) {
+    if (most_pairs > 0)
+      cuda_check(cudaMemsetAsync(row, 0xFF, static_cast<size_t>(most_pairs) * sizeof(*row), stream_.get()));
     const int64_t chunks = std::max<int64_t>(1, (n + kExpertChunk - 1) / kExpertChunk);
     int32_t* counts = counts_.reserve((chunks + 1) * E);
-    int64_t* offsets = offsets_.reserve(E + 1);
     const dim3 blocks(grid(E, kRowThreads), grid(chunks));
     launch(expert_counts_kernel, blocks, kRowThreads, 0, stream_.get(), counts, chosen, n, E);
-    launch(expert_offsets_kernel, 1, kRowThreads, 0, stream_.get(), offsets, counts, counts + chunks * E,
-           chunks, E);
+    launch(expert_offsets_kernel, 1, kRowThreads, 0, stream_.get(), expert_offsets, counts,
+           counts + chunks * E, chunks, E);
     launch(slot_offsets_kernel, 1, kSelectThreads, 0, stream_.get(), slot_offsets, chosen, n, E);
     launch(group_pairs_kernel, blocks, kRowThreads, 0, stream_.get(), row, expert, slot, slot_offsets, counts,
            chosen, n, E);
-    to_host(expert_offsets, offsets, E + 1);
-    return expert_offsets[E];
+    return most_pairs;
   }
 
   void expert_weight_forward(floatX* out, const floatX* inp, const float* weight, const int32_t* row,
@@ -549,9 +604,7 @@ class CudaBackend {
   }
 
   void add_expert_loads(float* loads, const int64_t* expert_offsets, int64_t E) {
-    int64_t* offsets = offsets_.reserve(E + 1);
-    to_device(offsets, expert_offsets, E + 1);
-    each_number(stream_.get(), add_expert_loads_kernel, E, loads, offsets, E);
+    each_number(stream_.get(), add_expert_loads_kernel, E, loads, expert_offsets, E);
   }
 
   // ------------------------------------------------------------------------------------------------
@@ -834,13 +887,6 @@ class CudaBackend {
             beta);
   }
 
-  void backward_products(floatX* dinp, float* dweight, const floatX* dout, const floatX* inp,
-                         const float* weight, int64_t n, int64_t C, int64_t OC, float beta) {
-    if (n == 0) return;
-    matmul_(dinp, Factor<floatX>{dout}, Factor<floatX>{weight_factor(weight, OC * C)}, {n, C, OC}, 1, beta);
-    matmul_(dweight, Factor<floatX>{dout, true}, Factor<floatX>{inp}, {OC, C, n}, 1, 1);
-  }
-
   // dinp leaves fp32 behind its sums.
   void fp32_products(floatX* dinp, float* dweight, const float* dout, const floatX* inp, const float* weight,
                      int64_t n, int64_t C, int64_t OC, float beta) {
@@ -859,9 +905,8 @@ class CudaBackend {
   // ------------------------------------------------------------------------------------------------
   // Muon
 
-  void muon_matrices(float* params, float* momentum, const float* grads, const int64_t* offsets,
+  void muon_matrices(float* params, float* momentum, const float* grads, const MuonMatrices& matrices,
                      int64_t count, int64_t rows, int64_t cols, const MuonStep& h) {
-    const MuonMatrices matrices = {offsets, rows * cols};
     const dim3 blocks(grid(MuonMatrices::parts(rows * cols)), grid(count));
     double* squares = muon_squares_.reserve(count * MuonMatrices::kMostParts);
     floatX* x = muon_x_.reserve(count * rows * cols);
@@ -898,20 +943,9 @@ class CudaBackend {
 
   // ------------------------------------------------------------------------------------------------
 
-  class Stream {
-   public:
-    Stream() { cuda_check(cudaStreamCreateWithFlags(&stream_, cudaStreamNonBlocking)); }
-    ~Stream() { cudaStreamDestroy(stream_); }
-    Stream(const Stream&) = delete;
-    Stream& operator=(const Stream&) = delete;
-    cudaStream_t get() const { return stream_; }
-
-   private:
-    cudaStream_t stream_ = nullptr;
-  };
-
   int64_t allocations_ = 0;  // changes with them: a graph knows where memory lies
-  Stream stream_;
+  CudaStream stream_;
+  std::vector<std::unique_ptr<CudaMark>> marks_;
   CudaMatmul matmul_;
   CudaGraph graph_;
   Bf16Weights bf16_weights_{allocations_};

@@ -136,6 +136,7 @@ inline std::string pattern(const LayerPlan& plan) {
 // one.
 struct LayerParameters {
   AttentionKind attention;
+  int64_t begin = -1;                     // where the layer's tensors begin
   int64_t post_attention_layernorm = -1;  // (d)
   FfnKind ffn;
   int64_t router = -1;         // (1, d)
@@ -158,7 +159,8 @@ inline std::string layer_prefix(int64_t layer) {
 namespace detail {
 
 inline LayerParameters add_layer_parameters(TensorAdder add, const ModelConfig& c, const Layer& layer) {
-  LayerParameters p{.attention = attention_kind(layer.attention), .ffn = ffn_kind(layer.ffn)};
+  LayerParameters p{
+      .attention = attention_kind(layer.attention), .begin = add.next_offset(), .ffn = ffn_kind(layer.ffn)};
   std::visit([&](auto& kind) { kind.add_parameters(add, c); }, p.attention);
   if (layer.ffn != Ffn::none) p.post_attention_layernorm = add.norm("post_attention_layernorm", c.dim);
   std::visit([&](auto& kind) { kind.add_parameters(add, c); }, p.ffn);

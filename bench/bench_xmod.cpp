@@ -1,27 +1,30 @@
 // `make bench`: how near the trainer comes to what the machine can do. First the machine's peaks, then, for
 // models of three sizes, every pass as it runs in a training step and the step as a whole, then dense against
 // X-MoD. A pass is timed where it stands in the step, with the data and the caches that it finds there.
-#include <getopt.h>
-
+#include <cmath>
 #include <cstdint>
 #include <cstdio>
+#include <cstring>
 #include <iostream>
-#include <random>
+#include <memory>
 #include <string>
 #include <vector>
 
 #define TESTING  // without the trainer's main
 #include "bench/blas.h"
+#include "bench/clock.h"
+#include "bench/main.h"
+#include "bench/pass_report.h"
 #include "bench/peaks.h"
 #include "bench/report.h"
 #include "bench/timed_backend.h"
+#include "bench/training.h"
 #include "train_xmod.cpp"
-#include "xmod/flag_values.h"
 #include "xmod/spin_briefly.h"
 
 namespace xmod::bench {
 
-using Backend = TimedBackend<CpuBackend>;
+using Backend = TimedBackend<CpuBackend, WallClock>;
 
 // ---------------------------------------------------------------------------------------------------
 // What is measured
@@ -71,206 +74,27 @@ struct BenchOptions {
 };
 
 // ---------------------------------------------------------------------------------------------------
-// A model in training, on random tokens
-
-class Training {
- public:
-  Training(Backend& backend, const ModelConfig& config, int64_t B)
-      : config(config),
-        B_(B),
-        model_(backend, config, B, Use::training),
-        optimizer_(backend, model_.table, {}),
-        tokens_(static_cast<size_t>(B * config.seq_len)) {
-    std::mt19937 random(1);
-    for (int32_t& token : tokens_) token = static_cast<int32_t>(random() % config.vocab_size);
-    model_.initialise(1);
-  }
-
-  int64_t tokens() const { return static_cast<int64_t>(tokens_.size()); }
-  const Model<Backend>& model() const { return model_; }
-
-  void step() {
-    model_.zero_gradients();
-    micro_batch();
-    update();
-  }
-
-  void micro_batch() { model_.forward_backward(tokens_.data(), tokens_.data(), B_, config.seq_len, 1); }
-
-  void update() {
-    const double norm = optimizer_.gradient_norm(model_.grads());
-    if (!std::isfinite(norm)) fail("the gradient is not finite: these figures would mean nothing");
-    optimizer_.update(model_.params(), model_.grads(), norm, ++steps_, kRate, kRate);
-    model_.close_step(steps_, 1);
-  }
-
-  const ModelConfig config;
-
- private:
-  static constexpr double kRate = 1e-3;
-
-  int64_t B_;
-  Model<Backend> model_;
-  OptimizerState<Backend> optimizer_;
-  std::vector<int32_t> tokens_;  // (B, T)
-  int64_t steps_ = 0;
-};
-
-// A line of progress, on standard error.
-template <class... Parts>
-void progress(const Parts&... parts) {
-  std::cerr << xmod::detail::concatenate(parts...) << "\n";
-}
-
-// What a pass is measured against: FLOP/s of the instructions that it uses.
-struct Bounds {
-  Peaks peaks;
-  double products;  // on the backend's kernel; Muon and attention compute in fp32
-
-  double of(Kind kind) const { return kind == Kind::product ? products : peaks.fp32(); }
-  double copy() const { return peaks.memory.copy; }
-};
-
-// ---------------------------------------------------------------------------------------------------
-// Passes
-
-inline std::string show_shape(const Cost& cost) {
-  std::string text;
-  for (int64_t size : cost.shape) {
-    if (size > 0) text.append(text.empty() ? "" : "x").append(std::to_string(size));
-  }
-  return text;
-}
-
-// Name, shape and rates of a pass that took so long.
-inline std::vector<Cell> rates(std::string_view name, const Cost& cost, double seconds,
-                               const Bounds& bounds) {
-  std::vector<Cell> row = {std::string(name), show_shape(cost), seconds * 1e3, {}, {}, {}, {}};
-  if (cost.flops > 0) {
-    row[3] = cost.flops / seconds / 1e9;
-    row[4] = cost.flops / seconds / bounds.of(cost.kind);
-  }
-  if (cost.kind == Kind::memory) {
-    row[5] = cost.bytes / seconds / 1e9;
-    row[6] = cost.bytes / seconds / bounds.copy();
-  }
-  return row;
-}
-
-inline std::vector<Column> rate_columns() {
-  return {{"pass", 0},          {"shape", 0}, {"ms", 3},           {"GFLOP/s", 1},
-          {"of peak", 0, true}, {"GB/s", 1},  {"of copy", 0, true}};
-}
-
-// Each pass whose name contains `only`, again and again on its own.
-inline void report_alone(Report& report, const Backend& backend, const BenchOptions& o,
-                         const Bounds& bounds) {
-  std::vector<std::vector<Cell>> rows;
-  for (const auto& [key, calls] : backend.passes) {
-    if (key.first.find(o.only) == std::string_view::npos) continue;
-    rows.push_back(rates(key.first, calls.cost, median(time_repeatedly(calls.again, o.seconds)), bounds));
-  }
-  if (rows.empty()) usage_error("--only ", o.only, ": no pass of the step has such a name");
-  report.table("alone", rate_columns(), rows);
-}
-
-// Each pass as it ran in `steps` steps that took `seconds` together.
-inline void report_passes(Report& report, const Backend& backend, double steps, double seconds,
-                          const Bounds& bounds) {
-  struct Line {
-    double share;
-    std::vector<Cell> cells;
-  };
-  constexpr double kSmall = 0.001;  // of the step: not worth a line of its own
-  std::vector<Line> lines;
-  double small = 0, timed = 0;
-  for (const auto& [key, calls] : backend.passes) {
-    double total = 0;
-    for (double s : calls.seconds) total += s;
-    timed += total / seconds;
-    if (total / seconds < kSmall) {
-      small += total / seconds;
-      continue;
-    }
-    Line line{total / seconds, rates(key.first, calls.cost, median(calls.seconds), bounds)};
-    line.cells.insert(line.cells.begin() + 2, static_cast<double>(calls.seconds.size()) / steps);
-    line.cells.push_back(line.share);
-    lines.push_back(line);
-  }
-  std::sort(lines.begin(), lines.end(), [](const Line& a, const Line& b) { return a.share > b.share; });
-  lines.push_back({small, {"smaller ones together", "", {}, {}, {}, {}, {}, {}, small}});
-  lines.push_back({1 - timed, {"outside the passes", "", {}, {}, {}, {}, {}, {}, 1 - timed}});
-
-  std::vector<Column> columns = rate_columns();
-  columns.insert(columns.begin() + 2, {"calls", 0});
-  columns.push_back({"of step", 1, true});
-  std::vector<std::vector<Cell>> rows;
-  for (const Line& line : lines) rows.push_back(line.cells);
-  report.table("passes", columns, rows);
-}
-
-// By kind of pass: the share of the step, and how near it comes to its bound.
-inline void report_kinds(Report& report, const Backend& backend, double seconds, const Bounds& bounds) {
-  const std::vector<std::pair<Kind, std::string>> kinds = {{Kind::product, "matrix products"},
-                                                           {Kind::attention, "attention"},
-                                                           {Kind::muon, "Muon"},
-                                                           {Kind::memory, "bound by memory"}};
-  std::vector<std::vector<Cell>> rows;
-  for (const auto& [kind, name] : kinds) {
-    double total = 0, flops = 0, bytes = 0;
-    for (const auto& [key, calls] : backend.passes) {
-      if (calls.cost.kind != kind) continue;
-      for (double s : calls.seconds) total += s;
-      flops += calls.cost.flops * static_cast<double>(calls.seconds.size());
-      bytes += calls.cost.bytes * static_cast<double>(calls.seconds.size());
-    }
-    if (total == 0) continue;
-    const double of_bound =
-        kind == Kind::memory ? bytes / total / bounds.copy() : flops / total / bounds.of(kind);
-    rows.push_back({name, total / seconds, of_bound});
-  }
-  report.table("kinds", {{"kind of pass", 0}, {"of step", 1, true}, {"of its bound", 0, true}}, rows);
-}
-
-// ---------------------------------------------------------------------------------------------------
 // The whole step
 
-// FLOPs of the products, attention and Newton-Schulz steps in the calls noted.
-inline double flops_done(const Backend& backend) {
-  double flops = 0;
-  for (const auto& [key, calls] : backend.passes)
-    flops += calls.cost.flops * static_cast<double>(calls.seconds.size());
-  return flops;
-}
-
-// The time that they would take at the peaks of their instructions.
-inline double seconds_at_peak(const Backend& backend, const Bounds& bounds) {
-  double seconds = 0;
-  for (const auto& [key, calls] : backend.passes)
-    seconds += calls.cost.flops * static_cast<double>(calls.seconds.size()) / bounds.of(calls.cost.kind);
-  return seconds;
-}
-
-inline void report_step(Report& report, const Training& training, const Backend& backend, double steps,
-                        double seconds, const Bounds& bounds) {
+// peak_now: FLOP/s of fp32 multiply-adds between the steps, with whatever else the machine did then.
+inline void report_step(Report& report, const Training<Backend>& training, const Backend& backend,
+                        double steps, double seconds, double peak_now, const Bounds& bounds) {
+  const double of_peak = seconds_at_peak(backend, bounds) / steps / seconds;
   const double rate = static_cast<double>(training.tokens()) / seconds;
   const double model = rate * training_flops_per_token(training.config);
-  report.table(
-      "step",
-      {{"tokens a step", 0},
-       {"ms a step", 1},
-       {"tokens/s", 0},
-       {"model GFLOP/s", 1},
-       {"model of peak", 1, true},
-       {"all GFLOP/s", 1},
-       {"all of peak", 1, true}},
-      {{training.tokens(), seconds * 1e3, rate, model / 1e9, model / bounds.products,
-        flops_done(backend) / steps / seconds / 1e9, seconds_at_peak(backend, bounds) / steps / seconds}});
-}
-
-inline std::string describe(const ModelConfig& c, int64_t B) {
-  return xmod::detail::concatenate(arch_name(c.arch), ", dim ", c.dim, ", ", make_layer_plan(c).size(),
-                                   " layers, B ", B, ", T ", c.seq_len);
+  report.table("step",
+               {{"tokens a step", 0},
+                {"ms a step", 1},
+                {"tokens/s", 0},
+                {"model GFLOP/s", 1},
+                {"model of peak", 1, true},
+                {"all GFLOP/s", 1},
+                {"all of peak", 1, true},
+                {"peak between steps, GFLOP/s", 1},
+                {"all of that", 1, true}},
+               {{training.tokens(), seconds * 1e3, rate, model / 1e9, model / bounds.products,
+                 flops_done(backend) / steps / seconds / 1e9, of_peak, peak_now / 1e9,
+                 of_peak * bounds.muon / peak_now}});
 }
 
 inline void measure_size(Report& report, const Size& size, const BenchOptions& o, const Bounds& bounds) {
@@ -283,12 +107,13 @@ inline void measure_size(Report& report, const Size& size, const BenchOptions& o
   backend.passes.clear();
   progress(size.name, ": first step");
   training.step();
-  if (!o.only.empty()) return report_alone(report, backend, o, bounds);
+  if (!o.only.empty()) return report_alone(report, backend, o.only, o.seconds, bounds);
 
   backend.passes.clear();
-  std::vector<double> seconds;
+  std::vector<double> seconds, meanwhile;
   double all = 0;
   while (seconds.size() < 2 || all < o.seconds) {
+    meanwhile.push_back(measure_flops_now(peak_loops()[0], backend.threads()));
     const Stopwatch watch;
     training.step();
     seconds.push_back(watch.seconds());
@@ -298,7 +123,7 @@ inline void measure_size(Report& report, const Size& size, const BenchOptions& o
   const double steps = static_cast<double>(seconds.size());
   report_passes(report, backend, steps, all, bounds);
   report_kinds(report, backend, all, bounds);
-  report_step(report, training, backend, steps, median(seconds), bounds);
+  report_step(report, training, backend, steps, median(seconds), median(meanwhile), bounds);
 }
 
 // ---------------------------------------------------------------------------------------------------
@@ -308,7 +133,7 @@ inline void measure_size(Report& report, const Size& size, const BenchOptions& o
 // optimizer.
 struct RoutedModel {
   std::string name;
-  std::unique_ptr<Training> training;
+  std::unique_ptr<Training<Backend>> training;
   double flops = 0;  // of a step: all that is done
   std::vector<double> micro_batch = {}, update = {}, step = {};
 };
@@ -339,11 +164,11 @@ inline void measure_routing(Report& report, const BenchOptions& o) {
                                            kStepTokens, " tokens a step"));
   Backend backend(o.machine);
   std::vector<RoutedModel> models;
-  models.push_back({"dense", std::make_unique<Training>(backend, dense, B)});
+  models.push_back({"dense", std::make_unique<Training<Backend>>(backend, dense, B)});
   for (int64_t A : {1, 4}) {
     const std::string name = xmod::detail::concatenate("xmod A", A, "K8");
     if (name.find(o.only) == std::string::npos) continue;
-    models.push_back({name, std::make_unique<Training>(backend, xmod(dense, A, 8), B)});
+    models.push_back({name, std::make_unique<Training<Backend>>(backend, xmod(dense, A, 8), B)});
   }
   for (RoutedModel& m : models) {
     progress(m.name, ": first step");
@@ -419,7 +244,25 @@ inline void measure_blas(Report& report, const Size& size, const BenchOptions& o
 }
 
 // ---------------------------------------------------------------------------------------------------
-// Peaks
+// The machine
+
+// How it was left alone: by other programs, and by whoever shares its processors unseen, as the neighbours of
+// a virtual machine do, who slow down its peak.
+inline SectionEnd watch_machine(int threads) {
+  return [threads, others = Interruptions(threads)](Cell& section) {
+    const double share = others.share();
+    const double peak = measure_flops(peak_loops()[0], threads, 0.1) / 1e9;
+    section["interrupted"] = share;
+    section["fp32 peak at the end, GFLOP/s"] = peak;
+    char text[160];
+    std::snprintf(text, sizeof text, "fp32 peak at the end: %.1f GFLOP/s.", peak);
+    if (std::isnan(share)) return std::string(text);
+    const size_t length = std::strlen(text);
+    std::snprintf(text + length, sizeof text - length,
+                  " Other programs kept this one waiting for %.1f%% of the time.", share * 100);
+    return std::string(text);
+  };
+}
 
 inline Bounds report_peaks(Report& report, const MachineOptions& machine, double seconds) {
   const Backend backend(machine);
@@ -440,7 +283,8 @@ inline Bounds report_peaks(Report& report, const MachineOptions& machine, double
   report.table("memory", {{"memory", 0}, {"read, GB/s", 1}, {"copy (read + written), GB/s", 1}},
                {{"1 GiB", p.memory.read / 1e9, p.memory.copy / 1e9},
                 {"16 MiB", p.cache.read / 1e9, p.cache.copy / 1e9}});
-  return {p, p.products(choose_matmul_kernel(machine.precision, machine.instructions).name)};
+  const double products = p.products(choose_matmul_kernel(machine.precision, machine.instructions).name);
+  return {products, p.fp32(), p.fp32(), p.fp32(), p.memory.copy};  // Muon and attention compute in fp32
 }
 
 // ---------------------------------------------------------------------------------------------------
@@ -465,13 +309,6 @@ Measures the machine's peaks, then each pass of a training step and the whole st
   --help
 )";
 
-// What getopt_long could not place.
-[[noreturn]] inline void refuse_option(int code, const std::string& word) {
-  const std::string shown = xmod::detail::show_word(word);
-  if (code == ':') usage_error(shown, " needs a value; see bench_xmod --help");
-  usage_error("unknown or ambiguous option ", shown, ", or one that takes no value; see bench_xmod --help");
-}
-
 inline BenchOptions parse_bench_options(int argc, char** argv) {
   using xmod::detail::parse_value;
   BenchOptions o;
@@ -486,11 +323,8 @@ inline BenchOptions parse_bench_options(int argc, char** argv) {
                                      {"seconds", required_argument, nullptr, 'c'},
                                      {"routing", no_argument, nullptr, 'r'},
                                      {"json", no_argument, nullptr, 'j'},
-                                     {"help", no_argument, nullptr, 'h'},
-                                     {}};
-  opterr = 0;  // we speak ourselves
-  for (int code; (code = getopt_long(argc, argv, ":", table.data(), nullptr)) != -1;) {
-    const std::string value = optarg ? optarg : "";
+                                     {"help", no_argument, nullptr, 'h'}};
+  parse_arguments("bench_xmod", argc, argv, table, [&](int code, const std::string& value) {
     if (code == 's') o.size = value;
     if (code == 'a') o.arch = value;
     if (code == 'b') parse_value("batch-size", value, Range{1}, o.batch_size);
@@ -503,9 +337,7 @@ inline BenchOptions parse_bench_options(int argc, char** argv) {
     if (code == 'r') o.routing = true;
     if (code == 'j') o.json = true;
     if (code == 'h') o.help = true;
-    if (code == '?' || code == ':') refuse_option(code, argv[std::max(1, optind - 1)]);
-  }
-  if (optind < argc) usage_error("unexpected argument ", argv[optind], "; see bench_xmod --help");
+  });
   if (o.arch != "dense" && o.arch != "xmod") usage_error("--arch ", o.arch, ": expected dense or xmod");
   if (!o.blas.empty() && (o.machine.precision != Precision::fp32 || o.machine.instructions != "auto")) {
     usage_error(
@@ -526,7 +358,7 @@ inline std::vector<Size> chosen_sizes(const BenchOptions& o) {
 inline void run(const BenchOptions& o) {
   const std::vector<Size> chosen = chosen_sizes(o);
   const int threads = Backend(o.machine).threads();
-  Report report(o.json, threads);
+  Report report(o.json, [threads] { return watch_machine(threads); });
   const Bounds bounds = report_peaks(report, o.machine, std::max(0.05, o.seconds / 10));
   if (!o.blas.empty()) {
     Blas blas(o.blas, threads);
@@ -542,19 +374,12 @@ inline void run(const BenchOptions& o) {
 
 int main(int argc, char** argv) {
   xmod::spin_briefly(argv);
-  try {
+  return xmod::bench::run_benchmark([&] {
     const xmod::bench::BenchOptions options = xmod::bench::parse_bench_options(argc, argv);
     if (options.help) {
       std::cout << xmod::bench::kHelp;
     } else {
       xmod::bench::run(options);
     }
-    return 0;
-  } catch (const xmod::Error& error) {
-    std::cerr << "error: " << error.what() << "\n";
-    return error.exit_code;
-  } catch (const std::bad_alloc&) {
-    std::cerr << "error: not enough memory; a smaller --batch-size or --size may fit\n";
-    return 1;
-  }
+  });
 }

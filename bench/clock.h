@@ -6,6 +6,7 @@
 #include <filesystem>
 #include <fstream>
 #include <limits>
+#include <numeric>
 #include <system_error>
 #include <vector>
 
@@ -52,6 +53,10 @@ inline double largest(const std::vector<double>& values) {
   return *std::max_element(values.begin(), values.end());
 }
 
+inline double sum(const std::vector<double>& values) {
+  return std::accumulate(values.begin(), values.end(), 0.0);
+}
+
 inline double median(std::vector<double> values) {
   std::sort(values.begin(), values.end());
   const size_t n = values.size();
@@ -72,5 +77,31 @@ std::vector<double> time_repeatedly(const Run& run, double seconds) {
   }
   return times;
 }
+
+// Times the calls of a backend that has done its work when it returns.
+class WallClock {
+ public:
+  template <class Backend>
+  explicit WallClock(const Backend&) {}
+
+  // Of one call, from its construction to its end.
+  class Timer {
+   public:
+    Timer(WallClock&, std::vector<double>& seconds) : seconds_(seconds) {}
+    ~Timer() { seconds_.push_back(watch_.seconds()); }
+
+   private:
+    std::vector<double>& seconds_;
+    Stopwatch watch_;
+  };
+
+  // Makes sure that the time of every call stands where it belongs.
+  void collect() {}
+
+  template <class Run>
+  std::vector<double> repeat(const Run& run, double seconds) {
+    return time_repeatedly(run, seconds);
+  }
+};
 
 }  // namespace xmod::bench

@@ -116,17 +116,31 @@ inline std::vector<PeakLoop> peak_loops() {
 #endif
 }
 
+// Runs the loop once on each of `threads` threads; returns the FLOPs done.
+inline double run_peak_loop(const PeakLoop& loop, int threads) {
+  constexpr int64_t kRounds = 200000;
+  volatile float factor = 0.999f, sink = 0;
+#pragma omp parallel num_threads(threads)
+  sink = loop.run(kRounds, factor);
+  (void)sink;
+  return static_cast<double>(kRounds) * loop.flops_per_round * threads;
+}
+
 // FLOP/s of the loop on `threads` threads: the best of many short runs, since whatever else the machine does
 // can only make a run slower.
 inline double measure_flops(const PeakLoop& loop, int threads, double seconds) {
-  constexpr int64_t kRounds = 200000;
-  volatile float factor = 0.999f, sink = 0;
-  const auto run = [&] {
-#pragma omp parallel num_threads(threads)
-    sink = loop.run(kRounds, factor);
-  };
-  return static_cast<double>(kRounds) * loop.flops_per_round * threads /
-         smallest(time_repeatedly(run, seconds));
+  double flops = 0;
+  const auto run = [&] { flops = run_peak_loop(loop, threads); };
+  const double fastest = smallest(time_repeatedly(run, seconds));
+  return flops / fastest;
+}
+
+// The same over 100 runs one after the other: what the machine gives at this moment, interruptions included.
+inline double measure_flops_now(const PeakLoop& loop, int threads) {
+  double flops = 0;
+  const Stopwatch watch;
+  for (int run = 0; run < 100; run++) flops += run_peak_loop(loop, threads);
+  return flops / watch.seconds();
 }
 
 // ---------------------------------------------------------------------------------------------------

@@ -2,16 +2,14 @@
 // are), or all of it as one JSON object.
 #pragma once
 
-#include <cmath>
+#include <algorithm>
 #include <cstdio>
+#include <functional>
 #include <iostream>
 #include <nlohmann/json.hpp>
-#include <optional>
 #include <string>
+#include <utility>
 #include <vector>
-
-#include "bench/clock.h"
-#include "bench/peaks.h"
 
 namespace xmod::bench {
 
@@ -33,15 +31,20 @@ inline std::string show(const Cell& cell, const Column& column) {
   return text;
 }
 
+// Figures are worth as much as the machine was left alone. A watch is called when a section begins, and what
+// it returns when the section ends: that notes in the section's JSON how the machine was, and says so.
+using SectionEnd = std::function<std::string(Cell& section)>;
+using SectionWatch = std::function<SectionEnd()>;
+
 class Report {
  public:
-  Report(bool json, int threads) : json_(json), threads_(threads) {}
+  Report(bool json, SectionWatch watch) : json_(json), watch_(std::move(watch)) {}
 
   // Begins a section; `key` names it in the JSON.
   void section(const std::string& key, const std::string& heading) {
     end_section();
     key_ = key;
-    interruptions_.emplace(threads_);
+    end_ = watch_();
     all_[key_]["heading"] = heading;
     if (!json_) std::cout << "\n## " << heading << "\n" << std::flush;
   }
@@ -63,21 +66,10 @@ class Report {
   }
 
  private:
-  // Figures are worth as much as the machine was left alone: by other programs, and by whoever shares its
-  // processors unseen, as the neighbours of a virtual machine do, who slow down its peak.
   void end_section() {
-    if (!interruptions_) return;
-    const double share = interruptions_->share();
-    interruptions_.reset();
-    const double peak = measure_flops(peak_loops()[0], threads_, 0.1) / 1e9;
-    all_[key_]["interrupted"] = share;
-    all_[key_]["fp32 peak at the end, GFLOP/s"] = peak;
-    if (json_) return;
-    std::printf("\nfp32 peak at the end: %.1f GFLOP/s.", peak);
-    if (!std::isnan(share))
-      std::printf(" Other programs kept this one waiting for %.1f%% of the time.", share * 100);
-    std::printf("\n");
-    std::fflush(stdout);
+    if (!end_) return;
+    const std::string text = std::exchange(end_, nullptr)(all_[key_]);
+    if (!json_) std::cout << "\n" << text << "\n" << std::flush;
   }
 
   static void print(const std::vector<Column>& columns, const std::vector<std::vector<Cell>>& rows) {
@@ -110,8 +102,8 @@ class Report {
   }
 
   bool json_;
-  int threads_;
-  std::optional<Interruptions> interruptions_;  // of the running section
+  SectionWatch watch_;
+  SectionEnd end_;  // of the running section
   std::string key_;
   Cell all_;
 };

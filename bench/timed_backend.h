@@ -13,13 +13,12 @@
 #include <utility>
 #include <vector>
 
-#include "bench/clock.h"
-#include "xmod/cpu_matmul.h"
 #include "xmod/optimizer.h"
 
 namespace xmod::bench {
 
-enum class Kind { product, attention, muon, memory };
+// By what bounds them: arithmetic on the factors of products, the same in fp32 in any case, memory.
+enum class Kind { product, fp32_product, attention, muon, memory };
 
 // What a pass cannot do without: floating-point operations, and bytes, each tensor read or written once.
 // Elementwise arithmetic is not counted.
@@ -32,36 +31,88 @@ struct Cost {
 
 namespace detail {
 
+// Bytes of an element of each tensor.
+template <class... T>
+constexpr double element_bytes(const T*...) {
+  return (0.0 + ... + sizeof(T));
+}
+
 // (n, C) times (C, OC)
-inline Cost product(int64_t n, int64_t C, int64_t OC) {
-  return {Kind::product, {n, C, OC}, 2.0 * n * C * OC, 4.0 * (n * C + C * OC + n * OC)};
+template <class Out, class Inp>
+Cost product(int64_t n, int64_t C, int64_t OC, const Out* out, const Inp* inp, Kind kind = Kind::product) {
+  const double bytes = element_bytes(inp) * (n * C + C * OC) + element_bytes(out) * (n * OC);
+  return {kind, {n, C, OC}, 2.0 * n * C * OC, bytes};
 }
 
-// So many tensors of (n, d) floats read or written.
-inline Cost moves(double tensors, int64_t n, int64_t d = 0) {
-  return {Kind::memory, {n, d, 0}, 0, 4 * tensors * static_cast<double>(d ? n * d : n)};
+// (n, OC) times (OC, C): the gradient of the rows.
+template <class Out, class Inp>
+Cost row_product(int64_t n, int64_t C, int64_t OC, const Out* dinp, const Inp* dout) {
+  Cost cost = product(n, OC, C, dinp, dout);
+  cost.shape = {n, C, OC};
+  return cost;
 }
 
-// `products` products of (hd) vectors for every query and each key that it sees; `tensors` as large as q.
-inline Cost attention(int products, double tensors, const int32_t* own_key, const int64_t* q_offsets,
-                      const int64_t* kv_offsets, int64_t B, int64_t H, int64_t KV, int64_t hd) {
-  int64_t pairs = 0;
-  for (int64_t b = 0; b < B; b++) {
-    for (int64_t i = q_offsets[b]; i < q_offsets[b + 1]; i++)
-      pairs += own_key ? own_key[i] - kv_offsets[b] + 1 : i - q_offsets[b] + 1;
-  }
-  const double n = static_cast<double>(q_offsets[B]), keys = static_cast<double>(kv_offsets[B]);
+// The gradient of the matrix, which is added to.
+template <class Out, class Inp>
+Cost weight_product(int64_t n, int64_t C, int64_t OC, const Out* dweight, const Inp* inp) {
+  const double bytes = element_bytes(inp) * (n * C + n * OC) + element_bytes(dweight, dweight) * (C * OC);
+  return {Kind::product, {n, C, OC}, 2.0 * n * C * OC, bytes};
+}
+
+// The gradients of the rows and of the matrix.
+template <class Out, class Inp>
+Cost fp32_gradients(int64_t n, int64_t C, int64_t OC, const Out* dinp, const Inp* dout) {
+  Cost cost = product(n, C, OC, dout, dinp, Kind::fp32_product);
+  cost.flops *= 2, cost.bytes *= 2;
+  return cost;
+}
+
+// Rows (pairs, C), each times one of E matrices (C, OC).
+template <class Out, class Inp>
+Cost expert_product(int64_t pairs, int64_t E, int64_t C, int64_t OC, const Out* out, const Inp* inp) {
+  Cost cost = product(pairs, C, OC, out, inp);
+  cost.bytes += element_bytes(inp) * ((E - 1) * C * OC);
+  return cost;
+}
+
+// Their gradients: of the rows, in their format, and of the matrices in fp32, which are added to.
+template <class Out, class Inp>
+Cost expert_gradients(int64_t pairs, int64_t E, int64_t C, int64_t OC, const Out* dinp, const Inp* dout) {
+  Cost cost = expert_product(pairs, E, OC, C, dinp, dout);
+  cost.shape = {pairs, C, OC};
+  cost.flops *= 2;
+  cost.bytes +=
+      element_bytes(dout) * (pairs * (C + OC)) + 2 * sizeof(float) * static_cast<double>(E * C * OC);
+  return cost;
+}
+
+// Tensors of (n, d) read or written: one that is added to stands there twice.
+template <class... T>
+Cost moves(int64_t n, int64_t d, const T*... tensors) {
+  return {Kind::memory, {n, d, 0}, 0, element_bytes(tensors...) * static_cast<double>(n * d)};
+}
+template <class... T>
+Cost moves(int64_t n, const T*... tensors) {
+  return {Kind::memory, {n, 0, 0}, 0, element_bytes(tensors...) * static_cast<double>(n)};
+}
+
+// `products` products of (hd) vectors for every query and each key that it sees, in B sequences of one
+// length; `tensors` as large as q and as many as large as k.
+template <class Element>
+Cost attention(int products, double tensors, const Element* q, int64_t nq, int64_t B, int64_t H, int64_t KV,
+               int64_t hd) {
+  const double n = static_cast<double>(nq), pairs = n * (n / static_cast<double>(B) + 1) / 2;
   return {Kind::attention,
-          {q_offsets[B], B, H * hd},
-          2.0 * products * hd * H * static_cast<double>(pairs),
-          2 * tensors * hd * (n * H + keys * KV)};
+          {nq, B, H * hd},
+          2.0 * products * hd * H * pairs,
+          element_bytes(q) * tensors * hd * n * (H + KV)};
 }
 
-// Five Newton-Schulz steps on matrices whose smaller size is R, the larger L: a product of R R L, and of two
-// symmetric ones, of R R L and R R R, a half.
+// Newton-Schulz steps on matrices whose smaller size is R, the larger L, as xmod/cpu_muon.h takes them: two
+// products of R R L, and of symmetric ones, a half of two of R R L and of fourteen of R R R.
 inline Cost muon(int64_t count, int64_t rows, int64_t cols) {
   const double R = static_cast<double>(std::min(rows, cols)), L = static_cast<double>(std::max(rows, cols));
-  return {Kind::muon, {count, rows, cols}, count * 5 * (3 * R * R * L + R * R * R), 4 * 5 * count * R * L};
+  return {Kind::muon, {count, rows, cols}, count * (6 * R * R * L + 14 * R * R * R), 4 * 5 * count * R * L};
 }
 
 }  // namespace detail
@@ -69,103 +120,184 @@ inline Cost muon(int64_t count, int64_t rows, int64_t cols) {
 // The calls of one pass with one shape.
 struct PassCalls {
   Cost cost;
+  int64_t count = 0;
   std::vector<double> seconds;
   std::function<void()> again;  // repeats the first call
 };
 
-template <class Backend>
+// What becomes of a call.
+enum class Timing {
+  off,     // it runs
+  on,      // and is timed
+  counted  // only its cost is noted: nothing runs, and no memory is used
+};
+
+// Clock: how long a call takes, as xmod::bench::WallClock tells it.
+template <class Backend, class Clock>
 class TimedBackend : public Backend {
  public:
   using Backend::Backend;
 
+  Timing timing = Timing::on;
+  Clock clock{*this};
   std::map<std::pair<std::string_view, std::array<int64_t, 3>>, PassCalls> passes;
 
 // Shadows Backend::pass, which takes `parameters`, by one that is timed.
 #define TIMED(pass, parameters, ...)                                                                     \
-  static Cost cost_of_##pass parameters {                                                                \
+  Cost cost_of_##pass parameters {                                                                       \
     using namespace detail;                                                                              \
     return __VA_ARGS__;                                                                                  \
   }                                                                                                      \
   template <class... Arguments>                                                                          \
   auto pass(Arguments... arguments) {                                                                    \
-    auto run = [=, this] { return Backend::pass(arguments...); };                                        \
-    const Timer timer(passes[{#pass, cost_of_##pass(arguments...).shape}], cost_of_##pass(arguments...), \
-                      run);                                                                              \
-    return run();                                                                                        \
+    return call(#pass, cost_of_##pass(arguments...), [=, this] { return Backend::pass(arguments...); }); \
   }
 
-  using P = const void*;  // any tensor
   using N = int64_t;
+  using P = const void*;  // a tensor that is not weighed
 
-  TIMED(matmul_forward, (P, P, P, N n, N C, N OC), product(n, C, OC))
-  TIMED(matmul_add_forward, (P, P, P, N n, N C, N OC), product(n, C, OC))
-  TIMED(matmul_dinp, (P, P, P, N n, N C, N OC, const MatmulUpdate&), product(n, C, OC))
-  TIMED(matmul_dweight, (P, P, P, N n, N C, N OC), product(n, C, OC))
+  TIMED(matmul_forward, (auto out, auto inp, P, N n, N C, N OC), product(n, C, OC, out, inp))
+  TIMED(matmul_add_forward, (auto out, auto inp, P, N n, N C, N OC), product(n, C, OC, out, inp))
+  TIMED(matmul_dinp, (auto dinp, auto dout, P, N n, N C, N OC, bool), row_product(n, C, OC, dinp, dout))
+  TIMED(matmul_dweight, (auto dweight, P, auto inp, N n, N C, N OC), weight_product(n, C, OC, dweight, inp))
+  TIMED(matmul_fp32_forward, (auto out, P, P, N n, N C, N OC),
+        product(n, C, OC, out, out, Kind::fp32_product))
+  TIMED(matmul_fp32_backward, (auto dinp, P, auto dout, P, P, N n, N C, N OC),
+        fp32_gradients(n, C, OC, dinp, dout))
+  TIMED(matmul_fp32_add_backward, (auto dinp, P, auto dout, P, P, N n, N C, N OC),
+        fp32_gradients(n, C, OC, dinp, dout))
 
-  TIMED(attention_forward,
-        (P, P, P, P, P, N, const int32_t* own_key, const int64_t* q_offsets, const int64_t* kv_offsets, N,
-         N B, N H, N KV, N hd),
-        attention(2, 2, own_key, q_offsets, kv_offsets, B, H, KV, hd))
-  TIMED(attention_backward,
-        (P, P, P, N, P, P, P, P, N, P, P, const int32_t* own_key, const int64_t* q_offsets,
-         const int64_t* kv_offsets, N, N, N B, N H, N KV, N hd),
-        attention(5, 4, own_key, q_offsets, kv_offsets, B, H, KV, hd))
+  TIMED(attention_forward, (P, P, auto q, P, P, N, P, P, P, N nq, N B, N H, N KV, N hd),
+        attention(2, 2, q, nq, B, H, KV, hd))
+  TIMED(attention_backward, (P, P, P, N, P, auto q, P, P, N, P, P, P, P, P, N nq, N, N B, N H, N KV, N hd),
+        attention(5, 4, q, nq, B, H, KV, hd))
 
-  TIMED(encoder_forward, (P, P, P, N n, N d), moves(2, n, d))
-  TIMED(encoder_backward, (P, P, P, N n, N, N d), moves(3, n, d))
-  TIMED(rmsnorm_forward, (P, P, P, P, N n, N d, float), moves(2, n, d))
-  TIMED(rmsnorm_backward, (P, P, P, P, P, P, N n, N d), moves(3, n, d))
-  TIMED(rmsnorm_add_backward, (P, P, P, P, P, P, N n, N d), moves(4, n, d))
-  TIMED(gather_rmsnorm_forward, (P, P, P, P, P, P, N n, N d, float), moves(3, n, d))
-  TIMED(residual_rmsnorm_forward, (P, P, P, P, P, P, N n, N d, float), moves(4, n, d))
-  TIMED(residual_rmsnorm_backward, (P, P, P, P, P, P, P, N n, N d), moves(5, n, d))
-  TIMED(router_backward, (P, P, P, P, P, N n, N d, float), moves(3, n, d))
-  TIMED(route_topk, (P, P, P, P, P, P, P, P, P, P, P, float, float, N B, N T, N, N d, float),
-        moves(1, B* T, d))
-  TIMED(gated_scatter_forward, (P, P, P, P, P, N n, N d), moves(3, n, d))
-  TIMED(gated_scatter_backward, (P, P, P, P, P, P logit, P, P, N n, N d), moves(logit ? 3 : 2, n, d))
-  TIMED(scatter_add, (P, P, P, N n, N d), moves(3, n, d))
-  TIMED(gather, (P, P, P, N n, N d), moves(2, n, d))
-  TIMED(qk_norm_rope_forward, (P, P, P, P, P, P, P, P, N n, N, N H, N KV, N hd, float),
-        moves(2, n, (H + KV) * hd))
-  TIMED(qk_norm_rope_backward, (P, P, P, P, P, P, P, P, P, P, P, N n, N, N H, N KV, N hd),
-        moves(3, n, (H + KV) * hd))
-  TIMED(swiglu_forward, (P, P, N n, N F), moves(3, n, F))
-  TIMED(swiglu_backward, (P, P, P, N n, N F), moves(5, n, F))
-  TIMED(crossentropy_forward_backward, (P, P, P, float, N n, N V), moves(2, n, V))
-  TIMED(zero, (P, N n), moves(1, n))
-  TIMED(sum_of_squares, (P, N n), moves(1, n))
-  TIMED(adamw_update, (P, P, P, P, const AdamWStep&, N n), moves(7, n))
-  TIMED(muon_update, (P, P, P, P, N count, N rows, N cols, const MuonStep&), muon(count, rows, cols))
+  TIMED(encoder_forward, (auto out, P, auto embed, N n, N d), moves(n, d, out, embed))
+  TIMED(encoder_backward, (auto dembed, auto dout, P, N n, N, N d), moves(n, d, dembed, dembed, dout))
+  TIMED(rmsnorm_forward, (auto out, P, auto inp, P, N n, N d, float), moves(n, d, out, inp))
+  TIMED(rmsnorm_backward, (auto dinp, P, auto dout, auto inp, P, P, N n, N d), moves(n, d, dinp, dout, inp))
+  TIMED(rmsnorm_add_backward, (auto dinp, P, auto dout, auto inp, P, P, N n, N d),
+        moves(n, d, dinp, dinp, dout, inp))
+  TIMED(gather_rmsnorm_forward, (auto x, auto out, P, auto stream, P, P, N n, N d, float),
+        moves(n, d, x, out, stream))
+  TIMED(residual_rmsnorm_forward, (auto h, auto out, P, auto x, auto delta, P, N n, N d, float),
+        moves(n, d, h, out, x, delta))
+  TIMED(residual_rmsnorm_backward, (auto dx, auto ddelta, P, auto dout, auto h, P, P, N n, N d),
+        moves(n, d, dx, ddelta, ddelta, dout, h))
+  TIMED(router_backward, (auto dx, P, P, auto x, P, N n, N d, float), moves(n, d, dx, dx, x))
+  TIMED(route_topk, (P, P, P, P, P, P, P, P, auto stream, P, P, float, float, N B, N T, N, N d, float),
+        moves(B* T, d, stream))
+  TIMED(gated_scatter_forward, (auto stream, auto delta, P, P, P, N n, N d),
+        moves(n, d, stream, stream, delta))
+  TIMED(gated_scatter_backward, (auto ddelta, P, P, auto dstream, auto delta, auto logit, P, P, N n, N d),
+        logit ? moves(n, d, ddelta, dstream, delta) : moves(n, d, ddelta, dstream))
+  TIMED(scatter_add, (auto stream, auto inp, P, N n, N d), moves(n, d, stream, stream, inp))
+  TIMED(gather, (auto out, auto stream, P, N n, N d), moves(n, d, out, stream))
+  TIMED(qk_norm_rope_forward, (P, P, P, auto qkv, P, P, P, P, N n, N, N H, N KV, N hd, float),
+        moves(n, (H + KV) * hd, qkv, qkv))
+  TIMED(qk_norm_rope_backward, (P, P, P, P, P, auto qkv, P, P, P, P, P, N n, N, N H, N KV, N hd),
+        moves(n, (H + KV) * hd, qkv, qkv, qkv))
+  TIMED(swiglu_forward, (auto act, auto gate_up, N n, N F), moves(n, F, act, gate_up, gate_up))
+  TIMED(swiglu_backward, (auto dgate_up, auto dact, auto gate_up, N n, N F),
+        moves(n, F, dgate_up, dgate_up, dact, gate_up, gate_up))
+  TIMED(crossentropy_forward_backward, (P, auto logits, P, float, N n, N V), moves(n, V, logits, logits))
+  TIMED(zero, (auto data, N n), moves(n, data))
+  TIMED(sum_of_squares, (auto inp, N n), moves(n, inp))
+  TIMED(adamw_update, (auto param, auto m, auto v, auto grad, const AdamWStep&, N n),
+        moves(n, param, param, m, m, v, v, grad))
+  TIMED(muon_update, (P, P, P, P, P, N count, N rows, N cols, const MuonStep&), muon(count, rows, cols))
+
+  TIMED(moe_route_forward, (auto chosen, auto weight, auto score, P, N n, N E, N),
+        moves(n, E, chosen, weight, score, score))
+  TIMED(moe_route_backward, (auto dlogit, auto dweight, auto weight, auto score, auto chosen, N n, N E),
+        moves(n, E, dlogit, dweight, weight, score, chosen))
+  TIMED(expert_matmul_forward, (auto out, auto inp, P, N, P, N pairs, N E, N C, N OC),
+        expert_product(pairs, E, C, OC, out, inp))
+  TIMED(expert_matmul_backward, (auto dinp, P, auto dout, P, P, N, P, N pairs, N E, N C, N OC),
+        expert_gradients(pairs, E, C, OC, dinp, dout))
+  TIMED(expert_weight_forward, (auto out, auto inp, P, P, P, N pairs, N, N width),
+        moves(pairs, width, out, inp))
+  TIMED(expert_weight_backward, (auto dinp, P, auto dout, auto inp, P, P, P, N pairs, N, N, N width),
+        moves(pairs, width, dinp, dout, inp))
+  TIMED(sum_pairs_add, (auto out, auto inp, P, P, N n, N d),
+        moves(n, d, out, out, inp))  // every token has one pair at least
 #undef TIMED
 
+// Shadows what is not worth a time.
+#define UNTIMED(pass)                                     \
+  template <class... Arguments>                           \
+  auto pass(Arguments... arguments) {                     \
+    using Result = decltype(Backend::pass(arguments...)); \
+    if (timing == Timing::counted) return Result();       \
+    return Backend::pass(arguments...);                   \
+  }
+  UNTIMED(fill)
+  UNTIMED(add_expert_loads)
+  UNTIMED(expert_bias_update)
+  UNTIMED(copy)
+  UNTIMED(to_device)
+  UNTIMED(to_host)
+  UNTIMED(fill_sequence)
+  UNTIMED(fill_positions)
+  UNTIMED(uniform_offsets)
+  UNTIMED(rope_table)
+  UNTIMED(use_parameters)
+  UNTIMED(add_row_means)
+  UNTIMED(threshold_update)
+  UNTIMED(mean)
+#undef UNTIMED
+
+  // Counted, all pairs that there may be.
+  N group_by_expert(int32_t* row, int32_t* expert, int32_t* slot, N* slot_offsets, N* expert_offsets,
+                    const uint8_t* chosen, N n, N E, N most_pairs) {
+    const N pairs = call("group_by_expert", detail::moves(n, E, chosen), [=, this] {
+      return Backend::group_by_expert(row, expert, slot, slot_offsets, expert_offsets, chosen, n, E,
+                                      most_pairs);
+    });
+    return timing == Timing::counted ? most_pairs : pairs;
+  }
+
   // A backward pass of a product is timed as the two products that it is.
-  void matmul_backward(float* dinp, float* dweight, const float* dout, const float* inp, const float* weight,
-                       int64_t n, int64_t C, int64_t OC) {
-    matmul_dinp(dinp, dout, weight, n, C, OC, MatmulUpdate{});
+  template <class X>
+  void matmul_backward(X* dinp, float* dweight, const X* dout, const X* inp, const float* weight, N n, N C,
+                       N OC) {
+    matmul_dinp(dinp, dout, weight, n, C, OC, false);
     matmul_dweight(dweight, dout, inp, n, C, OC);
   }
-  void matmul_add_backward(float* dinp, float* dweight, const float* dout, const float* inp,
-                           const float* weight, int64_t n, int64_t C, int64_t OC) {
-    matmul_dinp(dinp, dout, weight, n, C, OC, MatmulUpdate{.accumulate = true});
+  template <class X>
+  void matmul_add_backward(X* dinp, float* dweight, const X* dout, const X* inp, const float* weight, N n,
+                           N C, N OC) {
+    matmul_dinp(dinp, dout, weight, n, C, OC, true);
     matmul_dweight(dweight, dout, inp, n, C, OC);
+  }
+
+  // Memory that nobody uses is addresses alone.
+  template <class T>
+  T* allocate(N n) {
+    if (timing != Timing::counted) return Backend::template allocate<T>(n);
+    constexpr N kAlignment = 256;
+    T* const data = reinterpret_cast<T*>(unused_);
+    unused_ += (n * static_cast<N>(sizeof(T)) + kAlignment - 1) / kAlignment * kAlignment;
+    return data;
+  }
+  template <class T>
+  void release(T* data) {
+    if (timing != Timing::counted) Backend::release(data);
   }
 
  private:
-  // Times one call, from its construction to its end.
-  class Timer {
-   public:
-    template <class Run>
-    Timer(PassCalls& calls, const Cost& cost, const Run& run) : calls_(calls) {
-      if (calls.seconds.empty()) calls.cost = cost, calls.again = run;
-      watch_ = {};
-    }
-    ~Timer() { calls_.seconds.push_back(watch_.seconds()); }
+  template <class Run>
+  auto call(std::string_view pass, const Cost& cost, Run run) {
+    using Result = decltype(run());
+    if (timing == Timing::off) return run();
+    PassCalls& calls = passes[{pass, cost.shape}];
+    if (calls.count++ == 0) calls.cost = cost, calls.again = run;
+    if (timing == Timing::counted) return Result();
+    const typename Clock::Timer timer(clock, calls.seconds);
+    return run();
+  }
 
-   private:
-    PassCalls& calls_;
-    Stopwatch watch_;
-  };
+  N unused_ = N{1} << 40;  // where addresses begin that are nobody's
 };
 
 }  // namespace xmod::bench

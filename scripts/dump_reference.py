@@ -129,6 +129,7 @@ CASES = {
         anchor_stride=1,
         max_position_embeddings=22,
     ),
+    "selected_q_a1k2": dict(SMALL, arch="selected-q", active_layers=3, token_sparsity=2, anchor_stride=1),
     "moe": dict(MOE),
     "moe_extremes": dict(MOE, experts=4, shared_experts=0),
     "deco": dict(DECO),

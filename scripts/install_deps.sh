@@ -2,7 +2,8 @@
 # Installs what a part of this project needs, and nothing that is there already:
 #
 #   scripts/install_deps.sh build       compiler, make, JSON headers
-#   scripts/install_deps.sh test        GoogleTest
+#   scripts/install_deps.sh test        GoogleTest, Open MPI
+#   scripts/install_deps.sh mpi         Open MPI, to train with several processes
 #   scripts/install_deps.sh plot        Python with numpy, scipy and matplotlib
 #   scripts/install_deps.sh reference   PyTorch with a fast BLAS, for the reference model
 #   scripts/install_deps.sh lint        clang and clang-format
@@ -24,7 +25,8 @@ usage() {
 apt_packages() {
   case "$1" in
     build) echo "g++ make nlohmann-json3-dev" ;;
-    test) echo "libgtest-dev" ;;
+    test) echo "libgtest-dev libopenmpi-dev openmpi-bin" ;;
+    mpi) echo "libopenmpi-dev openmpi-bin" ;;
     plot) echo "python3 python3-numpy python3-scipy python3-matplotlib" ;;
     reference) echo "python3 python3-numpy python3-torch libopenblas0-pthread" ;;
     lint) echo "clang clang-format libomp-dev" ;;
@@ -34,7 +36,8 @@ apt_packages() {
 brew_packages() {
   case "$1" in
     build) echo "libomp make nlohmann-json" ;;
-    test) echo "googletest" ;;
+    test) echo "googletest open-mpi" ;;
+    mpi) echo "open-mpi" ;;
     plot) echo "python numpy scipy python-matplotlib" ;;
     reference) echo "python numpy pytorch" ;;
     lint) echo "llvm clang-format" ;;
@@ -71,9 +74,9 @@ main() {
   [ $# -gt 0 ] || { usage >&2; exit 2; }
   for group in "$@"; do
     case "$group" in
-      build | test | plot | reference | lint) ;;
+      build | test | mpi | plot | reference | lint) ;;
       -h | --help) usage; exit 0 ;;
-      *) say "no group '$group'; there are build, test, plot, reference and lint" >&2; exit 2 ;;
+      *) say "no group '$group'; there are build, test, mpi, plot, reference and lint" >&2; exit 2 ;;
     esac
     apt="$apt $(apt_packages "$group")"
     brew="$brew $(brew_packages "$group")"

@@ -18,12 +18,13 @@ import numpy as np
 
 NAMES = ("e", "u", "eta_N", "rho_N", "w", "eta_L", "rho_L", "z", "rho_K", "rho_A")
 EFFECTS = {"u": "sparse capacity", "w": "sparse context", "z": "anchor stride"}
+EXPONENTS = {"u": ("eta_N", "rho_N"), "w": ("eta_L", "rho_L"), "z": ("rho_K", "rho_A")}
 P = len(NAMES)
 E, U, ETA_N, RHO_N, W, ETA_L, RHO_L, Z, RHO_K, RHO_A = range(P)
 
 # Of e, of the effects in the middle of the design (nats) and of the exponents.
-BOUNDS = {"e": (-1, 1), "u": (0, 5), "eta_N": (0, 2), "rho_N": (0.01, 10), "w": (0, 5), "eta_L": (0, 4),
-          "rho_L": (0.01, 4), "z": (0, 5), "rho_K": (0.01, 4), "rho_A": (0.01, 10)}
+BOUNDS = {"e": (-1, 1), "u": (0, 5), "eta_N": (0, 1), "rho_N": (0.01, 5), "w": (0, 5), "eta_L": (0, 2),
+          "rho_L": (0.01, 2), "z": (0, 5), "rho_K": (0.01, 2), "rho_A": (0.01, 5)}
 STARTS = {"e": (-0.05, 0.05), "u": (0.01, 0.5), "eta_N": (0, 0.5), "rho_N": (0.2, 3), "w": (0.001, 0.3),
           "eta_L": (0.1, 2), "rho_L": (0.1, 2), "z": (0.001, 0.3), "rho_K": (0.1, 2), "rho_A": (0.2, 3)}
 

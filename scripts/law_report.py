@@ -52,6 +52,8 @@ def verdicts(found):
         at_low = (found.samples[:, i] <= lower[i] + margin).mean() > tail
         at_high = (found.samples[:, i] >= upper[i] - margin).mean() > tail
         told = verdict(name, low[i], high[i], lower[i] == upper[i], at_low, at_high)
+        if name == "e" and told == "determined" and high[i] - low[i] > abs(found.theta[law_fit.U]):
+            told = "loose"  # it and the capacity's gain are not told apart
         result[name] = (low[i], high[i], told + (", with a prior" if name in found.settings.priors else ""))
     return result
 
@@ -72,12 +74,12 @@ def verdict(name, low, high, fixed, at_low, at_high):
 
 def loose_directions(found):
     """Combinations of constants that the noise leaves free by more than a factor of e: [(size, {name: weight})], from
-    the singular values of the Jacobian with respect to the logarithms of the constants (e: in steps of 0.01)."""
+    the singular values of the Jacobian with respect to the logarithms of the constants (e: in steps of 0.1)."""
     lower, upper = law_fit.limits(found.settings)
     theta, target = found.theta[None], np.zeros(len(found.design.K))
     slope = found.design.by_constants(theta, found.problem.residuals(theta, target)[1])[0]
     scale = np.maximum(np.abs(found.theta), 1e-3)
-    scale[law_fit.E] = 0.01
+    scale[law_fit.E] = 0.1
     scale[[law_fit.U, law_fit.W, law_fit.Z]] = 1
     free = [i for i in range(P) if lower[i] < upper[i]]
     _, values, directions = np.linalg.svd((slope.T * scale)[:, free], full_matrices=False)
@@ -126,7 +128,7 @@ def fit_text(found, runs):
     loose = loose_directions(found)
     if loose:
         lines += ["", "Combinations that the noise leaves free by more than a factor of e (the first constant changes"
-                  " by one power, the others by theirs):"]
+                  " by one power, the others by theirs; e counts in tenths of a nat):"]
         lines += ["  " + " ".join(f"{name}^{weight:+.2f}" for name, weight in parts.items())
                   + (f"   free by e^{size:.1f}" if size < 100 else "   free") for size, parts in loose]
     lines += ["", error_text(found, runs)]

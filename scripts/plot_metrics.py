@@ -248,11 +248,22 @@ def format_flops(value, _):
 # ---------------------------------------------------------------------------------------------------------------
 
 
+def with_few_colours(picture):
+    """The same PNG in 64 colours: a quarter of the bytes."""
+    from PIL import Image  # Matplotlib needs it as well
+
+    smaller = io.BytesIO()
+    Image.open(picture).convert("RGB").quantize(64, dither=Image.Dither.NONE).save(smaller, "png", optimize=True)
+    return smaller
+
+
 def save(figure, path):
     """Writes the picture whole or not at all."""
     kind = os.path.splitext(path)[1].lstrip(".").lower()
     picture = io.BytesIO()
     figure.savefig(picture, format=kind, dpi=150, bbox_inches="tight")
+    if kind == "png":
+        picture = with_few_colours(picture)
     temporary = path + ".tmp"
     try:
         with open(temporary, "wb") as file:

@@ -1,6 +1,6 @@
 #!/usr/bin/env python3
-"""Runs the test programs (GoogleTest) that are named, test/test_*.py (unittest) and, where PyTorch is installed, the
-comparison of fresh reference dumps with those of test/data/. The last line is `N passed, N failed`; the exit
+"""Runs the test programs (GoogleTest) that are named and those that compare backends, test/test_*.py (unittest) and,
+where PyTorch is installed, the comparison of fresh reference dumps with those of test/data/. The last line is `N passed, N failed`; the exit
 status is 1 when a test failed or a program broke off."""
 
 import glob
@@ -51,6 +51,15 @@ def run_gtest(program, totals):
     totals.add(name, len(tests) - skipped - sum("failures" in test for test in tests), failed, skipped, time.time() - start)
 
 
+def run_comparison(program, totals):
+    """A program that is one test, which its exit status tells."""
+    start = time.time()
+    run = subprocess.run([program, "--worst"], cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    if run.returncode != 0:
+        print(run.stdout)
+    totals.add(os.path.basename(program), int(run.returncode == 0), int(run.returncode != 0), 0, time.time() - start)
+
+
 def run_unittest(path, totals):
     start = time.time()
     suite = unittest.TestLoader().discover(os.path.dirname(path), pattern=os.path.basename(path))
@@ -89,7 +98,8 @@ def main():
     os.environ.setdefault("OMP_WAIT_POLICY", "passive")
     totals = Totals()
     for program in sorted(sys.argv[1:]):
-        run_gtest(os.path.join(ROOT, program), totals)
+        run = run_comparison if os.path.basename(program).startswith("compare_") else run_gtest
+        run(os.path.join(ROOT, program), totals)
     for path in sorted(glob.glob(os.path.join(ROOT, "test", "test_*.py"))):
         run_unittest(path, totals)
     check_dumps(totals)

@@ -37,7 +37,11 @@ def log(text):
 
 
 def settings_of(options):
-    settings = law_fit.Settings(options.starts, options.bootstrap, options.seed, fixed=dict(options.fix),
+    fixed = dict(options.fix)
+    for name, exponents in law_fit.EXPONENTS.items():
+        if name in fixed:  # at 0: without the term its exponents mean nothing
+            fixed = {**dict.fromkeys(exponents, 1.0), **fixed}
+    settings = law_fit.Settings(options.starts, options.bootstrap, options.seed, fixed=fixed,
                                 bounds=dict(options.bounds), signed=options.signed)
     if options.prior:
         constants = law_report.read_law(options.prior, complete=False)["constants"]
@@ -149,13 +153,14 @@ def write_whole(path, text):
 
 
 def constant_value(text):
-    name, _, value = text.partition("=")
-    if name not in law_fit.NAMES or name in law_fit.EFFECTS:
-        raise argparse.ArgumentTypeError(f"{text!r}: expected NAME=VALUE with e or an exponent, as rho_A=1")
+    name, _, number = text.partition("=")
     try:
-        return name, float(value)
+        value = float(number)
     except ValueError:
-        raise argparse.ArgumentTypeError(f"{text!r}: {value!r} is not a number") from None
+        raise argparse.ArgumentTypeError(f"{text!r}: expected NAME=VALUE, as rho_A=1") from None
+    if name not in law_fit.NAMES or name in law_fit.EFFECTS and value != 0:
+        raise argparse.ArgumentTypeError(f"{text!r}: expected e or an exponent, as rho_A=1, or u, w or z at 0")
+    return name, value
 
 
 def constant_bounds(text):
@@ -221,7 +226,8 @@ def add_fit_options(parser):
     parser.add_argument("--prior-width", type=positive, default=0.1, metavar="X", help="relative standard deviation of "
                         "the prior (default: 0.1)")
     parser.add_argument("--fix", type=constant_value, action="append", default=[], metavar="NAME=VALUE",
-                        help="hold e or an exponent at a value, as rho_A=1; may be repeated")
+                        help="hold e or an exponent at a value, as rho_A=1, or leave out a term, as z=0; may be "
+                        "repeated")
     parser.add_argument("--bounds", type=constant_bounds, action="append", default=[], metavar="NAME=LOW:HIGH",
                         help="other bounds for e or an exponent; may be repeated")
     parser.add_argument("--signed", action="store_true", help="let u, w and z be negative")

@@ -127,8 +127,8 @@ Doubles numeric_gradient(Doubles x, Loss loss) {
 // Tensors on the device
 
 // n values of the device, on the host.
-template <class T>
-std::vector<T> download(TestBackend& be, const T* device, int64_t n) {
+template <class Backend, class T>
+std::vector<T> download(Backend& be, const T* device, int64_t n) {
   std::vector<T> host(static_cast<size_t>(n));
   be.to_host(host.data(), device, n);
   return host;

@@ -1,4 +1,5 @@
-"""Runs build/bench_xmod as a user does, for as short as it goes, and scripts/bench_vs_pytorch.py without PyTorch."""
+"""Runs build/bench_xmod as a user does, for as short as it goes, the GPU's benchmark on the CPU, and
+scripts/bench_vs_pytorch.py without PyTorch."""
 
 import json
 import os
@@ -9,6 +10,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
 BINARY = ROOT / "build" / "bench_xmod"
+EMULATED = ROOT / "build" / "bench_emulated"
 RACE = ROOT / "scripts" / "bench_vs_pytorch.py"
 
 
@@ -74,6 +76,71 @@ class BenchTest(unittest.TestCase):
                 self.assertIn(part, message)
                 if "nothing" not in options:  # --only is checked behind the first step, and that tells its progress
                     self.assertEqual(len(done.stderr.splitlines()), 1, done.stderr)
+
+
+class GpuBenchTest(unittest.TestCase):
+    """Its times mean nothing here, but all of it runs."""
+
+    def measure(self, *arguments):
+        done = run(EMULATED, "--json", *arguments)
+        self.assertEqual(done.returncode, 0, done.stderr)
+        return json.loads(done.stdout)
+
+    def test_passes_steps_and_memory(self):
+        report = self.measure("--size", "tiny", "--model", "T 32", "--seconds", 0, "--step-tokens", 640)
+        self.assertEqual([row["cuBLAS"][:4] for row in report["peaks"]["products"]], ["bf16", "tf32", "fp32"])
+        peak = report["peaks"]["products"][0]["TFLOP/s"]
+        names = ["dense, T 32", "moe 2:8, T 32", "xmod A4K8, T 32", "xmod A3K16, T 32"]
+        self.assertEqual([row["model"] for row in report["steps"]["steps"]], names)
+        for row in report["steps"]["steps"]:
+            passes = report[row["model"]]["passes"]
+            for name in ("matmul_forward", "matmul_dweight", "attention_forward", "attention_backward", "muon_update",
+                         "rmsnorm_add_backward", "crossentropy_forward_backward", "outside the passes"):
+                self.assertIn(name, [line["pass"] for line in passes], row)
+            self.assertAlmostEqual(sum(line["of step"] for line in passes), 1, delta=1e-6)
+            for line in passes:
+                if line["TFLOP/s"]:
+                    self.assertAlmostEqual(line["of peak"], line["TFLOP/s"] / peak, delta=1e-3 * line["of peak"], msg=line)
+            # 10 micro-batches of 2 x 32 tokens and one update
+            seconds = 1e-3 * (10 * row["ms a micro-batch"] + row["ms of the optimizer"])
+            self.assertAlmostEqual(row["tokens/s"] * seconds, 640, delta=1)
+            self.assertAlmostEqual(row["of plan"], 1, delta=0.05)
+        self.assertEqual(report["steps"]["steps"][0]["times dense"], 1)
+        self.assertIn("route_topk", [line["pass"] for line in report["xmod A4K8, T 32"]["passes"]])
+        self.assertIn("moe_route_forward", [line["pass"] for line in report["moe 2:8, T 32"]["passes"]])
+
+    def test_a_pass_on_its_own(self):
+        report = self.measure("--size", "tiny", "--model", "A4K8, T 32", "--only", "route_topk", "--seconds", 0)
+        self.assertEqual([(row["pass"], row["shape"]) for row in report["xmod A4K8, T 32"]["alone"]],
+                         [("route_topk", "64x128")])
+
+    def test_floors_are_counted(self):
+        report = self.measure("--floors", "--model", "dense, T 4096")["dense, T 4096"]
+        lines = {(line["pass"], line["shape"]): line for line in report["passes"]}
+        down = lines["matmul_add_forward", "32768x3072x1024"]
+        self.assertEqual(down["calls"], 28)
+        self.assertAlmostEqual(down["GFLOP"], 2 * 32768 * 3072 * 1024 / 1e9)
+        self.assertAlmostEqual(down["floor, us"], down["GFLOP"] / 989e3 * 1e6)
+        self.assertEqual(down["bound by"], "arithmetic")
+        swiglu = lines["swiglu_forward", "32768x3072"]  # bf16: reads two tensors, writes one
+        self.assertAlmostEqual(swiglu["MB"], 3 * 2 * 32768 * 3072 / 1e6)
+        self.assertAlmostEqual(swiglu["floor, us"], swiglu["MB"] / 4.8e6 * 1e6)
+        attention = lines["attention_forward", "32768x8x2048"]  # pairs of a sequence: T (T + 1) / 2
+        self.assertAlmostEqual(attention["GFLOP"], 4 * 128 * 16 * 8 * 4096 * 4097 / 2 / 1e9)
+        step = report["step"][0]
+        self.assertGreater(step["tokens/s at most"], 1e5)
+        self.assertLess(step["memory, plan, GiB"], 139)
+
+    def test_help_and_bad_options(self):
+        self.assertIn("usage: bench_xmodcu", run(EMULATED, "--help").stdout)
+        for options, part in [(["--size", "huge"], "--size huge"), (["--model", "mod, T"], "--model mod, T"),
+                              (["--seconds", "x"], "--seconds x"), (["--precision", "fp8"], "--precision fp8"),
+                              (["--threads", "2"], "--threads"), (["tiny"], "tiny"), (["--step-tokens"], "--step-tokens")]:
+            with self.subTest(options):
+                done = run(EMULATED, *options)
+                self.assertEqual(done.returncode, 2, done.stderr)
+                self.assertRegex(done.stderr, r"\Aerror: [^\n]*\n\Z")
+                self.assertIn(part, done.stderr)
 
 
 class RaceTest(unittest.TestCase):

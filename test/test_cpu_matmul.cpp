@@ -381,6 +381,39 @@ TEST_P(CpuMatmul, TheNumberOfThreadsDoesNotChangeABit) {
   }
 }
 
+// The lower half has the bits of a plain product, the upper half is its mirror image.
+TEST_P(CpuMatmul, ASymmetricProductIsThePlainOneMirrored) {
+  for (int64_t R : {1, 5, 16, 33, 65, 130, 300}) {
+    for (const bool is_transposed : {false, true}) {
+      for (const MatmulUpdate& update : {MatmulUpdate{}, MatmulUpdate{0.3f, true}}) {
+        const Matrix a(R, 2 * R + 3, is_transposed, 1, 1);
+        std::vector<float> before = random_values(R * R, 3);
+        for (int64_t i = 0; i < R; i++) {
+          for (int64_t j = 0; j < i; j++) before[j * R + i] = before[i * R + j];
+        }
+        MatmulScratch scratch = new_scratch();
+        std::vector<float> plain = before;
+        matmul(plain.data(), R, a.operand(), a.operand().transpose(), R, R, a.cols, scratch, update);
+        for (int threads : {1, 2, 16}) {
+          Threads scope(threads);
+          const std::string where = "R " + std::to_string(R) + ", " + std::to_string(threads) + " threads";
+          Guarded c(R, R, 3, before);
+          MatmulUpdate symmetric = update;
+          symmetric.symmetric = true;
+          matmul(c.c(), c.stride, a.operand(), a.operand().transpose(), R, R, a.cols, scratch, symmetric);
+          for (int64_t i = 0; i < R; i++) {
+            for (int64_t j = 0; j <= i; j++) {
+              ASSERT_EQ(c.at(i, j), plain[i * R + j]) << where << ": " << i << ", " << j;
+              ASSERT_EQ(c.at(j, i), c.at(i, j)) << where << ": " << j << ", " << i;
+            }
+          }
+          c.expect_untouched_outside(where);
+        }
+      }
+    }
+  }
+}
+
 // The optimizer multiplies many small matrices at a time, one a thread.
 TEST_P(CpuMatmul, RunsSeriallyInsideAParallelRegion) {
   const int64_t M = 128, N = 128, K = 384, count = 6;

@@ -1006,7 +1006,7 @@ TEST_F(CudaEmulation, MemoryRunsOut) {
   char* more = memory;
   EXPECT_EQ(error_of([&] { cuda_check(cudaMalloc(&more, (1 << 19) + 1)); }),
             "CUDA: cudaMalloc failed: cudaErrorMemoryAllocation (out of memory): use a smaller --batch-size, "
-            "or --recompute");
+            "or --recompute block");
   EXPECT_EQ(more, nullptr);
   EXPECT_EQ(cudaGetLastError(), cudaErrorMemoryAllocation);
   cuda_check(cudaFree(memory));

@@ -109,7 +109,7 @@ TEST(SampleToken, LogitsOfAnySize) {
 // ---------------------------------------------------------------------------------------------------
 // generate
 
-ModelConfig small_config(Arch arch) {
+ModelConfig small_config(Arch arch, int64_t seq_len) {
   ModelConfig c;
   c.arch = arch;
   c.vocab_size = 41;
@@ -119,7 +119,7 @@ ModelConfig small_config(Arch arch) {
   c.kv_heads = 1;
   c.head_dim = 8;
   c.ffn_dim = 28;
-  c.seq_len = 24;
+  c.seq_len = seq_len;
   c.token_sparsity = 2;
   c.dense_prefix = 1;
   if (has_experts(arch)) {
@@ -134,7 +134,8 @@ ModelConfig small_config(Arch arch) {
 class Generate : public ::testing::TestWithParam<Arch> {
  protected:
   // One batch of random tokens gives the thresholds a value amid the scores.
-  Generate() : config_(small_config(GetParam())), model_(be_, config_, 3, Use::training) {
+  explicit Generate(int64_t seq_len = 24)
+      : config_(small_config(GetParam(), seq_len)), model_(be_, config_, 3, Use::training) {
     model_.initialise(5);
     const Ints tokens = random_ids(config_.seq_len, config_.vocab_size, 1);
     model_.forward_backward(tokens.data(), tokens.data(), 1, config_.seq_len, 1);
@@ -167,10 +168,16 @@ class Generate : public ::testing::TestWithParam<Arch> {
   Model<TestBackend> model_;
 };
 
-INSTANTIATE_TEST_SUITE_P(Architectures, Generate,
-                         ::testing::Values(Arch::dense, Arch::mod, Arch::xmod, Arch::routed_ffn,
-                                           Arch::selected_q, Arch::moe, Arch::deco),
-                         [](const auto& info) { return identifier(info.param); });
+class GenerateLong : public Generate {
+ protected:
+  GenerateLong() : Generate(512) {}
+};
+
+const auto kArchitectures = ::testing::Values(Arch::dense, Arch::mod, Arch::xmod, Arch::routed_ffn,
+                                              Arch::selected_q, Arch::moe, Arch::deco);
+const auto name_of = [](const auto& info) { return identifier(info.param); };
+INSTANTIATE_TEST_SUITE_P(Architectures, Generate, kArchitectures, name_of);
+INSTANTIATE_TEST_SUITE_P(Architectures, GenerateLong, kArchitectures, name_of);
 
 Ints first(const Ints& tokens, int64_t count) {
   return Ints(tokens.begin(), tokens.begin() + count);
@@ -262,6 +269,30 @@ TEST_P(Generate, TheSameTextWithoutACache) {
   Generation<TestBackend> generation(model_, prompts, kGreedy, 1, -1, /*use_cache=*/false);
   generation.run(70, [&](size_t text, int32_t id) { found[text].push_back(id); });
   EXPECT_EQ(found, expected);
+}
+
+// 500 greedy steps within one context: the logits of every position, and with them every choice, are those of
+// one pass over the finished text.
+TEST_P(GenerateLong, EveryPositionIsThatOfOnePass) {
+  const int64_t V = config_.vocab_size, steps = 500;
+  Ints all = {7, 30, 2};
+  const int64_t prompt = static_cast<int64_t>(all.size());
+  KeyValueCache<TestBackend> cache = model_.make_cache(1);
+  std::vector<Floats> cached(static_cast<size_t>(steps), Floats(static_cast<size_t>(V)));
+  for (int64_t i = 0, fed = 0; i < steps; i++) {
+    const int64_t size = static_cast<int64_t>(all.size());
+    model_.extend(cached[i].data(), cache, all.data() + fed, {0, size - fed});
+    fed = size;
+    all.push_back(sample_token(cached[i], kGreedy, 0.5));
+  }
+  EXPECT_EQ(text(first(all, prompt), steps, kGreedy), Ints(all.begin() + prompt, all.end()));
+
+  const Floats whole = logits(all, Routing::threshold);
+  for (int64_t i = 0; i < steps; i++) {
+    const Floats row = row_of(whole, prompt + i - 1, V);
+    EXPECT_LE(normalised_error(cached[i], row), 1e-5) << "step " << i;
+    EXPECT_EQ(sample_token(row, kGreedy, 0.5), all[static_cast<size_t>(prompt + i)]) << "step " << i;
+  }
 }
 
 TEST_P(Generate, ABatchGivesTheTextsOfItsRows) {

@@ -252,7 +252,8 @@ TEST_F(InitFrom, WeightsThatDoNotBelongToTheConfiguration) {
     std::vector<detail::StoredTensor> tensors = detail::model_tensors(dense);
     change(tensors);
     std::filesystem::remove(path);
-    detail::save_tensors(path, be_, tensors);
+    Communicator alone;
+    detail::save_tensors(path, be_, tensors, alone);
   };
   auto refused = [&](const std::vector<std::string>& parts) {
     TestModel model(be_, small_config(Arch::xmod), 1, Use::inference);
@@ -269,7 +270,8 @@ TEST_F(InitFrom, WeightsThatDoNotBelongToTheConfiguration) {
   rewrite([](auto& tensors) { tensors[1].name = "model.layers.0.self_attn.q_proj.bias"; });
   refused({path, "model.layers.0.input_layernorm.weight"});
   rewrite([](auto& tensors) {
-    tensors.push_back({"model.layers.0.self_attn.q_proj.bias", {24}, tensors[1].device});
+    tensors.push_back(tensors[1]);
+    tensors.back().name = "model.layers.0.self_attn.q_proj.bias";
   });
   refused({path, "q_proj.bias", "not one of this model's"});
   rewrite([](auto& tensors) { tensors[1].shape = {12}; });

@@ -13,11 +13,11 @@ using namespace xmod;
 namespace {
 
 // The words behind the program's name.
-Options parse(std::vector<std::string> words) {
-  words.insert(words.begin(), "bin/train_xmod");
+Options parse(std::vector<std::string> words, Processor processor = Processor::cpu) {
+  words.insert(words.begin(), std::string("bin/") + detail::program_on(processor));
   std::vector<char*> argv;
   for (std::string& word : words) argv.push_back(word.data());
-  return parse_options(static_cast<int>(argv.size()), argv.data());
+  return parse_options(static_cast<int>(argv.size()), argv.data(), processor);
 }
 
 // Words without spaces, from one text.
@@ -26,9 +26,9 @@ std::vector<std::string> words(const std::string& text) {
   return {std::istream_iterator<std::string>(in), {}};
 }
 
-std::string error_of(const std::vector<std::string>& given) {
+std::string error_of(const std::vector<std::string>& given, Processor processor = Processor::cpu) {
   try {
-    parse(given);
+    parse(given, processor);
   } catch (const Error& error) {
     EXPECT_EQ(error.exit_code, 2);
     EXPECT_EQ(std::string(error.what()).find('\n'), std::string::npos) << "one line: " << error.what();
@@ -43,8 +43,9 @@ std::string line(const std::vector<std::string>& words) {
   return all;
 }
 
-void expect_error(const std::vector<std::string>& words, const std::vector<std::string>& parts) {
-  const std::string message = error_of(words);
+void expect_error(const std::vector<std::string>& words, const std::vector<std::string>& parts,
+                  Processor processor = Processor::cpu) {
+  const std::string message = error_of(words, processor);
   for (const std::string& part : parts) {
     EXPECT_NE(message.find(part), std::string::npos)
         << line(words) << ": '" << part << "' is not in: " << message;
@@ -196,7 +197,8 @@ TEST(Values, EveryModelFlag) {
 TEST(Values, EveryFlagOfTheOtherCommands) {
   const Options of_plan =
       parse(words("plan --compute 1e20 --batch-size 1 --optimizer adamw --recompute ffn "
-                  "--threads 3 --json"));
+                  "--threads 3 --json --ranks 8 --zero 1 --grad-accum 2 --bandwidth 12.5 --device-flops 4e14 "
+                  "--device-memory 80"));
   const PlanOptions& plan = of_plan.plan;
   EXPECT_EQ(plan.compute, 1e20);
   EXPECT_EQ(plan.batch_size, 1);
@@ -204,6 +206,12 @@ TEST(Values, EveryFlagOfTheOtherCommands) {
   EXPECT_EQ(plan.recompute, Recompute::ffn);
   EXPECT_EQ(of_plan.machine.threads, 3);
   EXPECT_TRUE(plan.json);
+  EXPECT_EQ(plan.ranks, 8);
+  EXPECT_EQ(plan.zero, 1);
+  EXPECT_EQ(plan.grad_accum, 2);
+  EXPECT_EQ(plan.bandwidth, 12.5);
+  EXPECT_EQ(plan.device_flops, 4e14);
+  EXPECT_EQ(plan.device_memory, 80);
 
   const Options of_eval =
       parse(words("eval --checkpoint c --val-data v --batch-size 2 --eval-batches 3 --json --threads 4"));
@@ -344,6 +352,30 @@ TEST(Refused, AtMostThreeSuggestions) {
       << "swapped letters and a part of a name are one mistake each";
 }
 
+TEST(Refused, OptionOfTheProgramForTheOtherProcessor) {
+  for (const std::string flag : {"--cuda-graph", "--no-cuda-graph"})
+    expect_error(kTrain + words(flag), {flag + " is an option of train_xmodcu, not of train_xmod;"});
+  expect_error(kTrain + words("--instructions=avx2"),
+               {"--instructions is an option of train_xmod, not of train_xmodcu;"}, Processor::gpu);
+  expect_error(words("plan --cuda-graph"), {"--cuda-graph is an option of train, not of plan"},
+               Processor::gpu);
+  const std::string page = parse({"--help"}).help_text,
+                    gpu_page = parse({"--help"}, Processor::gpu).help_text;
+  EXPECT_EQ(page.find("cuda-graph"), std::string::npos);
+  EXPECT_EQ(gpu_page.find("--instructions"), std::string::npos);
+  EXPECT_NE(gpu_page.find("  --no-cuda-graph"), std::string::npos);
+}
+
+TEST(Values, CudaGraph) {
+  auto graphs = [](const std::string& flags) {
+    return parse(kTrain + words(flags), Processor::gpu).machine.cuda_graph;
+  };
+  EXPECT_TRUE(graphs(""));
+  EXPECT_TRUE(graphs("--cuda-graph"));
+  EXPECT_FALSE(graphs("--no-cuda-graph"));
+  expect_error(kTrain + words("--cuda-graph --no-cuda-graph"), {"exclude each other"}, Processor::gpu);
+}
+
 TEST(Refused, OptionsOfOtherCommands) {
   expect_error({"plan", "--steps", "3"}, {"--steps is an option of train, not of plan"});
   expect_error(kTrain + std::vector<std::string>{"--json"},
@@ -430,6 +462,10 @@ TEST(Refused, WhatMustBeGiven) {
   expect_error({"eval", "--checkpoint", "c"}, {"eval needs --val-data GLOB"});
   expect_error({"generate"}, {"generate needs --checkpoint DIR"});
   expect_error({"routing", "--checkpoint", "c"}, {"routing needs --val-data GLOB"});
+  for (const char* flag :
+       {"--zero", "--grad-accum", "--total-batch-tokens", "--bandwidth", "--device-flops", "--device-memory"})
+    expect_error({"plan", flag, "1"}, {flag, "needs --ranks R"});
+  expect_error({"plan", "--ranks", "4", "--zero", "2"}, {"--zero 2", "0 to 1"});
   expect_error({"routing", "--checkpoint", "c", "--val-data", "v", "--csv", "a", "--map", "a"},
                {"--csv and --map are both a: give two files"});
   expect_error({"plan", "--arch", "moe"}, {"--arch moe needs --experts E"});

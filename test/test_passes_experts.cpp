@@ -86,19 +86,20 @@ struct Groups {
 void check_grouping(TestBackend& be, const Bytes& chosen, int64_t n, int64_t E) {
   const Groups expected(chosen, n, E);
   const int64_t pairs = expected.pairs();
-  const Guarded<int32_t> row(be, pairs), expert(be, pairs), slot(be, pairs);
-  const Guarded<int64_t> slot_offsets(be, n + 1);
-  Offsets expert_offsets(static_cast<size_t>(E + 2), -1);  // the last one is a guard
-  ASSERT_EQ(be.group_by_expert(row, expert, slot, slot_offsets, expert_offsets.data(),
-                               Guarded<uint8_t>(be, chosen), n, E),
-            pairs);
-  EXPECT_EQ(row.values(), expected.row);
-  EXPECT_EQ(expert.values(), expected.expert);
-  EXPECT_EQ(slot.values(), expected.slot);
-  EXPECT_EQ(slot_offsets.values(), expected.slot_offsets);
-  EXPECT_EQ(expert_offsets.back(), -1);
-  expert_offsets.pop_back();
-  EXPECT_EQ(expert_offsets, expected.expert_offsets);
+  for (const int64_t most : {pairs, n * E}) {
+    const Guarded<int32_t> row(be, most), expert(be, most), slot(be, most);
+    const Guarded<int64_t> slot_offsets(be, n + 1), expert_offsets(be, E + 1);
+    const int64_t told = be.group_by_expert(row, expert, slot, slot_offsets, expert_offsets,
+                                            Guarded<uint8_t>(be, chosen), n, E, most);
+    ASSERT_TRUE(told == pairs || told == most);
+    EXPECT_EQ(row_of(row.values(), 0, pairs), expected.row);
+    EXPECT_EQ(row_of(expert.values(), 0, pairs), expected.expert);
+    EXPECT_EQ(row_of(slot.values(), 0, pairs), expected.slot);
+    EXPECT_EQ(slot_offsets.values(), expected.slot_offsets);
+    EXPECT_EQ(expert_offsets.values(), expected.expert_offsets);
+    const Ints rows = row.values();
+    for (int64_t r = pairs; r < told; r++) EXPECT_EQ(rows[r], -1) << "behind the last pair";
+  }
 }
 
 TEST_F(PassTest, GroupByExpert) {
@@ -107,6 +108,53 @@ TEST_F(PassTest, GroupByExpert) {
     check_grouping(be_, Bytes(static_cast<size_t>(n * E), 0), n, E);
     check_grouping(be_, Bytes(static_cast<size_t>(n * E), 1), n, E);
   });
+}
+
+// Sizes around the tiles of CUDA's kernels: with and without whole packs, experts without a row and with more
+// than a tile.
+TEST_F(PassTest, ExpertMatmulForwardAndBackward) {
+  struct Sizes {
+    std::vector<int64_t> rows;  // of each expert
+    int64_t C, OC, more;        // numbers between the experts' matrices
+  };
+  for (const Sizes& s :
+       {Sizes{{3}, 5, 7, 0}, Sizes{{0, 4, 0, 150, 33}, 24, 12, 4}, Sizes{{129, 1}, 72, 136, 8},
+        Sizes{{0, 0}, 8, 8, 0}, Sizes{{64, 128, 17}, 33, 65, 3}}) {
+    const int64_t E = static_cast<int64_t>(s.rows.size()), C = s.C, OC = s.OC, stride = C * OC + s.more;
+    Offsets offsets = {0};
+    for (int64_t rows : s.rows) offsets.push_back(offsets.back() + rows);
+    const int64_t pairs = offsets.back(), size = (E - 1) * stride + C * OC;
+    const Floats inp = normal_numbers(pairs * C, 1), dout = normal_numbers(pairs * OC, 2),
+                 weight = normal_numbers(size, 3), before = normal_numbers(size, 4);
+    auto out = unwritten(pairs * OC), dinp = unwritten(pairs * C);
+    auto dweight = holding(before), held = holding(weight);
+    be_.expert_matmul_forward(out, holding(inp), held, stride, holding(offsets), pairs, E, C, OC);
+    be_.expert_matmul_backward(dinp, dweight, holding(dout), holding(inp), held, stride, holding(offsets),
+                               pairs, E, C, OC);
+
+    Doubles expected(static_cast<size_t>(pairs * OC)), expected_dinp(static_cast<size_t>(pairs * C)),
+        expected_dweight = doubles(before);
+    for (int64_t e = 0; e < E; e++) {
+      for (int64_t r = offsets[e]; r < offsets[e + 1]; r++) {
+        for (int64_t o = 0; o < OC; o++) {
+          for (int64_t i = 0; i < C; i++) {
+            const double w = weight[e * stride + o * C + i], dy = dout[r * OC + o], x = inp[r * C + i];
+            expected[r * OC + o] += w * x;
+            expected_dinp[r * C + i] += w * dy;
+            expected_dweight[e * stride + o * C + i] += dy * x;
+          }
+        }
+      }
+    }
+    EXPECT_LE(normalised_error(out.values(), expected), kBound);
+    EXPECT_LE(normalised_error(dinp.values(), expected_dinp), kBound);
+    EXPECT_LE(normalised_error(dweight.values(), expected_dweight), kBound);
+    const Floats written = dweight.values();
+    for (int64_t i = 0; i < size; i++) {
+      if (i % stride < C * OC) continue;
+      EXPECT_EQ(written[i], before[i]) << "between two matrices";
+    }
+  }
 }
 
 TEST_F(PassTest, ExpertWeightForwardAndBackward) {
@@ -168,7 +216,7 @@ TEST_F(PassTest, AddExpertLoads) {
   for_each_size([&](int64_t n, int64_t E, int64_t) {
     const Groups groups(some_choice(n, E), n, E);
     auto loads = holding(Floats(static_cast<size_t>(E), 3));
-    be_.add_expert_loads(loads, groups.expert_offsets.data(), E);
+    be_.add_expert_loads(loads, holding(groups.expert_offsets), E);
     Floats expected(static_cast<size_t>(E), 3);
     for (int32_t e : groups.expert) expected[e]++;
     EXPECT_EQ(loads.values(), expected);

@@ -476,9 +476,11 @@ TEST(Memory, LogitsStandInChunksOfRows) {
     for (int64_t V : {256, 8192, 100352, 1 << 20}) {
       c.vocab_size = V;
       for (int64_t batch : {1, 64}) {
-        const int64_t n = batch * c.seq_len, rows = logit_rows_per_chunk(n, V);
-        EXPECT_LE(rows * V, std::max<int64_t>(1 << 23, 64 * V)) << "at most 32 MiB, or 64 rows";
+        const int64_t n = batch * c.seq_len, rows = logit_rows_per_chunk(n, V, c.dim);
+        EXPECT_LE(rows * V, std::max<int64_t>(1 << 23, 2 * c.dim * V))
+            << "32 MiB, or twice the head's matrix";
         EXPECT_TRUE(rows >= n || 2 * rows * V > 1 << 23) << "and no more chunks than that takes";
+        EXPECT_GE(rows, std::min(n, 2 * c.dim)) << "the matrix is worth reading";
         const int64_t rest = n * (c.dim + 2) * 4;  // final norm, its factors, losses
         EXPECT_EQ(memory_of(c, Recompute::none, batch)["output head"], rest + rows * V * 4);
       }

@@ -436,6 +436,11 @@ class BadRunsTest(CommandTest):
         two_strides = [row for row in self.rows if row["A"] != 2]
         self.expect_error(["too few runs for the parameters z, rho_A", "2 of A"], *self.fit_of(csv_text(two_strides)))
         self.law(*self.fit_of(csv_text(two_strides)), "--fix", "rho_A=1")
+        one_stride = [row for row in self.rows if row["A"] in ("", 1)]
+        self.expect_error(["for the parameters z, rho_K, rho_A", "1 of A"], *self.fit_of(csv_text(one_stride)))
+        text = self.law(*self.fit_of(csv_text(one_stride)), "--fix", "z=0")
+        self.assertEqual(re.findall(r"\n  (\w+) .* fixed", text), ["z", "rho_K", "rho_A"])
+        self.assertIn("7 free constants", text)
         self.expect_error(["too few runs for the parameters", "5 of X-MoD", "10 parameters"],
                           *self.fit_of(csv_text(self.rows[:17])))
 
@@ -485,7 +490,7 @@ class BadRunsTest(CommandTest):
                           "nowhere/law.json")
 
     def test_usage(self):
-        for words in (["--fix", "u=1"], ["--fix", "rho_A=x"], ["--bounds", "eta_N=2:1"], ["--starts", "0"],
+        for words in (["--fix", "u=1"], ["--fix", "rho_A=x"], ["--fix", "rho=1"], ["--bounds", "eta_N=2:1"], ["--starts", "0"],
                       ["--prior-width", "-1"], ["--routing", "other"]):
             result = self.run_script("fit", "runs.csv", *words)
             self.assertEqual(result.returncode, 2)

@@ -133,7 +133,7 @@ class TrainingTest(unittest.TestCase):
     def succeed(self, *arguments, **options):
         status, out, err = self.run_binary(*arguments, **options)
         self.assertEqual(status, 0, err)
-        self.assertRegex(err, r"\A(\d+ tokens, \d+ a second; [^\n]+\n)?\Z")  # what generate says of itself
+        self.assertRegex(err, r"\A(note: prompt [^\n]+\n)?(\d+ tokens, \d+ a second; [^\n]+\n)?\Z")  # of generate
         return out
 
     def train(self, out="out", **changes):
@@ -651,7 +651,10 @@ class CheckpointCommandsTest(TrainingTest):
 
     def test_a_prompt_beyond_the_context_and_text_beyond_it(self):
         prompt = some_text(1000, 4).decode()
-        text = self.generate(prompt, count=40)
+        status, text, err = self.run_binary("generate", "--checkpoint", self.checkpoint, "--prompt", prompt,
+                                            "--max-new-tokens", 40, "--threads", 1)
+        self.assertEqual(status, 0, err)
+        self.assertRegex(err, r"\Anote: prompt 1 has 1000 tokens, the context 16; the model sees its last 16\n")
         self.assertEqual(text[:-41], prompt.encode())
         self.assertEqual(text[-41:], self.generate(prompt[-16:], count=40)[-41:])
 

@@ -64,9 +64,12 @@ struct Activations {
 };
 
 // Chunks of rows for the output head, so that (n, V) logits never stand in memory for a large vocabulary.
-inline int64_t logit_rows_per_chunk(int64_t n, int64_t vocab_size) {
-  constexpr int64_t kLogits = int64_t{1} << 23;
-  return std::clamp<int64_t>(kLogits / vocab_size, 64, std::max<int64_t>(64, n));
+// Each chunk reads the head's matrix (V, d) and adds to its gradient: with few rows that would take longer
+// than the products.
+inline int64_t logit_rows_per_chunk(int64_t n, int64_t vocab_size, int64_t d) {
+  constexpr int64_t kLogits = int64_t{1} << 23, kFewest = 64;
+  const int64_t rows = std::max({kLogits / vocab_size, 2 * d, kFewest});
+  return std::min(rows, std::max(kFewest, n));
 }
 
 enum class Use {
@@ -212,7 +215,7 @@ Activations<floatX> carve_activations(Arena& arena, const ModelConfig& c, const 
   arena.group("output head");
   a.final_norm = arena.take<floatX>(n * c.dim);
   a.final_rstd = arena.take<float>(n);
-  a.logit_rows = logit_rows_per_chunk(n, c.vocab_size);
+  a.logit_rows = logit_rows_per_chunk(n, c.vocab_size, c.dim);
   a.logits = arena.take<floatX>(a.logit_rows * c.vocab_size);
   a.losses = arena.take<float>(n);
 

@@ -20,6 +20,7 @@
 #include <vector>
 
 #include "dataloader.h"
+#include "xmod/communicator.h"
 #include "xmod/config_json.h"
 #include "xmod/files.h"
 #include "xmod/json_file.h"
@@ -39,23 +40,69 @@ struct TrainerState {
 
 namespace detail {
 
-// A tensor on the device and its name in a file.
+constexpr int kEveryRank = -1;
+
+// Consecutive numbers of a tensor, on the device of the rank that keeps them.
+struct StoredPart {
+  int64_t first, size;
+  int owner;      // or kEveryRank
+  float* device;  // null where another rank keeps them
+};
+
+// A tensor and its name in a file.
 struct StoredTensor {
   std::string name;
   Shape shape;
-  float* device;
+  std::vector<StoredPart> parts;  // one behind the other
 };
 
+inline StoredTensor whole_tensor(const std::string& name, const Shape& shape, float* device) {
+  return {name, shape, {{0, element_count(shape), kEveryRank, device}}};
+}
+
+// Ranks speak of tensors in these pieces; files are read and written in them.
+constexpr int64_t kStoredPiece = SafetensorsFile::kPiece;
+static_assert(SafetensorsWriter::kPiece == kStoredPiece * static_cast<int64_t>(sizeof(float)));
+
+// Calls visit(part, begin, n) for the numbers begin .. begin + n of the tensor that are among first .. end
+// and in one part.
+template <class Visit>
+void for_each_part(const StoredTensor& tensor, int64_t first, int64_t end, Visit visit) {
+  for (const StoredPart& part : tensor.parts) {
+    const int64_t begin = std::max(first, part.first), stop = std::min(end, part.first + part.size);
+    if (begin < stop) visit(part, begin, stop - begin);
+  }
+}
+
+// The same for whole tensors, in the order of the pieces of a file.
+template <class Visit>
+void for_each_piece(const std::vector<StoredTensor>& tensors, Visit visit) {
+  for (const StoredTensor& t : tensors) {
+    const int64_t size = element_count(t.shape);
+    for (int64_t first = 0; first < size; first += kStoredPiece)
+      for_each_part(t, first, std::min(size, first + kStoredPiece), visit);
+  }
+}
+
+// The first rank writes; the others send it what they keep.
 template <class Backend>
-void save_tensors(const std::string& path, Backend& be, const std::vector<StoredTensor>& tensors) {
+void save_tensors(const std::string& path, Backend& be, const std::vector<StoredTensor>& tensors,
+                  Communicator& ranks) {
   std::vector<TensorInfo> infos;
   for (const StoredTensor& t : tensors) infos.push_back({t.name, Dtype::F32, t.shape});
   SafetensorsWriter writer(path, std::move(infos));
   for (const StoredTensor& t : tensors) {
     writer.write_pieces(t.name, [&](int64_t first_byte, void* buffer, int64_t bytes) {
       constexpr int64_t kFloat = sizeof(float);
+      const int64_t first = first_byte / kFloat, end = first + bytes / kFloat;
       float* values = static_cast<float*>(buffer);
-      be.to_host(values, t.device + first_byte / kFloat, bytes / kFloat);
+      for_each_part(t, first, end, [&](const StoredPart& part, int64_t begin, int64_t n) {
+        if (part.device) {
+          be.to_host(values + begin - first, part.device + begin - part.first, n);
+        } else {
+          ranks.receive(values + begin - first, n, part.owner);
+        }
+      });
       if (std::all_of(values, values + bytes / kFloat, [](float value) { return std::isfinite(value); }))
         return;
       fail("cannot save ", path, ": ", t.name,
@@ -66,14 +113,46 @@ void save_tensors(const std::string& path, Backend& be, const std::vector<Stored
   writer.commit();
 }
 
-// Reads `tensors`, finite values.
 template <class Backend>
-void load_tensors(const WeightFiles& files, Backend& be, const std::vector<StoredTensor>& tensors) {
+void send_tensors(Backend& be, const std::vector<StoredTensor>& tensors, Communicator& ranks) {
+  std::vector<float> values(static_cast<size_t>(kStoredPiece));
+  for_each_piece(tensors, [&](const StoredPart& part, int64_t begin, int64_t n) {
+    if (part.owner != ranks.rank()) return;
+    be.to_host(values.data(), part.device + begin - part.first, n);
+    ranks.send(values.data(), n, 0);
+  });
+}
+
+// The first rank reads `tensors`, finite values, and sends the others what they keep.
+template <class Backend>
+void load_tensors(const WeightFiles& files, Backend& be, const std::vector<StoredTensor>& tensors,
+                  Communicator& ranks) {
   for (const StoredTensor& t : tensors) {
     files.file(t.name).read_f32_pieces(t.name, t.shape, [&](int64_t first, const float* values, int64_t n) {
-      be.to_device(t.device + first, values, n);
+      for_each_part(t, first, first + n, [&](const StoredPart& part, int64_t begin, int64_t count) {
+        const float* found = values + begin - first;
+        if (part.device) be.to_device(part.device + begin - part.first, found, count);
+        if (part.owner == kEveryRank) {
+          ranks.broadcast_from_here(found, count * static_cast<int64_t>(sizeof(float)));
+        } else if (!part.device) {
+          ranks.send(found, count, part.owner);
+        }
+      });
     });
   }
+}
+
+template <class Backend>
+void receive_tensors(Backend& be, const std::vector<StoredTensor>& tensors, Communicator& ranks) {
+  std::vector<float> values(static_cast<size_t>(kStoredPiece));
+  for_each_piece(tensors, [&](const StoredPart& part, int64_t begin, int64_t n) {
+    if (part.owner == kEveryRank) {
+      ranks.broadcast(values.data(), n * static_cast<int64_t>(sizeof(float)));
+    } else if (part.owner == ranks.rank()) {
+      ranks.receive(values.data(), n, 0);
+    }
+    if (part.device) be.to_device(part.device + begin - part.first, values.data(), n);
+  });
 }
 
 // Refuses files with tensors beside those of the table.
@@ -92,8 +171,9 @@ inline std::set<std::string> tensor_names(const std::vector<StoredTensor>& tenso
 }
 
 template <class Backend>
-void load_all_tensors(const WeightFiles& files, Backend& be, const std::vector<StoredTensor>& tensors) {
-  load_tensors(files, be, tensors);
+void load_all_tensors(const WeightFiles& files, Backend& be, const std::vector<StoredTensor>& tensors,
+                      Communicator& ranks) {
+  load_tensors(files, be, tensors, ranks);
   require_no_others(files, tensor_names(tensors));
 }
 
@@ -101,26 +181,40 @@ template <class Backend>
 std::vector<StoredTensor> model_tensors(const Model<Backend>& model) {
   std::vector<StoredTensor> tensors;
   for (const Parameter& p : model.table.entries) {
-    tensors.push_back({p.name, p.shape, model.params() + p.offset});
+    tensors.push_back(whole_tensor(p.name, p.shape, model.params() + p.offset));
   }
   for (const Buffer& b : model.table.buffers)
-    tensors.push_back({b.name, b.shape, model.buffers() + b.offset});
+    tensors.push_back(whole_tensor(b.name, b.shape, model.buffers() + b.offset));
   return tensors;
 }
 
+// rank: whose device is meant.
 template <class Backend>
 std::vector<StoredTensor> optimizer_tensors(const Model<Backend>& model,
-                                            const OptimizerState<Backend>& optimizer) {
-  std::vector<StoredTensor> tensors;
-  for (size_t i = 0; i < model.table.entries.size(); i++) {
-    const Parameter& p = model.table.entries[i];
-    const bool muon = optimizer.table.optimizer[i] == Optimizer::muon;
-    tensors.push_back(
-        {p.name + (muon ? ".momentum" : ".exp_avg"), p.shape, optimizer.first_moment() + p.offset});
-    if (!muon) {
-      tensors.push_back({p.name + ".exp_avg_sq", p.shape,
-                         optimizer.second_moment() + optimizer.table.second_moment_offset[i]});
+                                            const OptimizerState<Backend>& optimizer, int rank) {
+  const std::vector<Parameter>& entries = model.table.entries;
+  std::vector<StoredTensor> first(entries.size()), second(entries.size());
+  for (size_t r = 0; r < optimizer.shares.size(); r++) {
+    const bool here = !optimizer.is_shared || static_cast<int>(r) == rank;
+    const int owner = optimizer.is_shared ? static_cast<int>(r) : kEveryRank;
+    for (const OptimizerPiece& p : optimizer.shares[r].pieces) {
+      const auto entry = static_cast<size_t>(p.entry);
+      first[entry].parts.push_back(
+          {p.first, p.size, owner, here ? optimizer.first_moment() + p.first_moment : nullptr});
+      second[entry].parts.push_back(
+          {p.first, p.size, owner, here ? optimizer.second_moment() + p.second_moment : nullptr});
     }
+  }
+  std::vector<StoredTensor> tensors;
+  auto add = [&](size_t entry, const char* moment, StoredTensor tensor) {
+    std::sort(tensor.parts.begin(), tensor.parts.end(),
+              [](const StoredPart& a, const StoredPart& b) { return a.first < b.first; });
+    tensors.push_back({entries[entry].name + moment, entries[entry].shape, std::move(tensor.parts)});
+  };
+  for (size_t i = 0; i < entries.size(); i++) {
+    const bool muon = optimizer.table.optimizer[i] == Optimizer::muon;
+    add(i, muon ? ".momentum" : ".exp_avg", std::move(first[i]));
+    if (!muon) add(i, ".exp_avg_sq", std::move(second[i]));
   }
   return tensors;
 }
@@ -163,19 +257,29 @@ inline TrainerState trainer_state_from_json(const nlohmann::json& json, const st
 
 }  // namespace detail
 
-// extra: (name, bytes) of small files that travel with the weights.
+// extra: (name, bytes) of small files that travel with the weights. Of several ranks the first alone writes.
 template <class Backend>
 void save_checkpoint(const std::string& out, const Model<Backend>& model,
                      const OptimizerState<Backend>& optimizer, const TrainerState& state,
-                     const std::vector<std::pair<std::string, std::string>>& extra) {
+                     const std::vector<std::pair<std::string, std::string>>& extra, Communicator& ranks) {
+  Backend& be = model.backend();
+  const std::vector<detail::StoredTensor> moments = detail::optimizer_tensors(model, optimizer, ranks.rank());
+  if (!ranks.is_root()) return detail::send_tensors(be, moments, ranks);
   DirectoryTransaction checkpoint(checkpoint_directory(out, state.step));
-  detail::save_tensors(checkpoint.file("model.safetensors"), model.backend(), detail::model_tensors(model));
-  detail::save_tensors(checkpoint.file("optimizer.safetensors"), model.backend(),
-                       detail::optimizer_tensors(model, optimizer));
+  detail::save_tensors(checkpoint.file("model.safetensors"), be, detail::model_tensors(model), ranks);
+  detail::save_tensors(checkpoint.file("optimizer.safetensors"), be, moments, ranks);
   write_file_atomically(checkpoint.file("config.json"), config_to_json(model.config).dump(2) + "\n");
   write_file_atomically(checkpoint.file("trainer.json"), detail::to_json(state).dump(2) + "\n");
   for (const auto& [name, bytes] : extra) write_file_atomically(checkpoint.file(name), bytes);
   checkpoint.commit();
+}
+
+template <class Backend>
+void save_checkpoint(const std::string& out, const Model<Backend>& model,
+                     const OptimizerState<Backend>& optimizer, const TrainerState& state,
+                     const std::vector<std::pair<std::string, std::string>>& extra) {
+  Communicator alone;
+  save_checkpoint(out, model, optimizer, state, extra, alone);
 }
 
 inline WeightFiles open_weights(const std::string& checkpoint, const ModelConfig& c) {
@@ -185,27 +289,50 @@ inline WeightFiles open_weights(const std::string& checkpoint, const ModelConfig
 }
 
 template <class Backend>
-void load_model(const std::string& checkpoint, Model<Backend>& model) {
+void load_model(const std::string& checkpoint, Model<Backend>& model, Communicator& ranks) {
   detail::load_all_tensors(open_weights(checkpoint, model.config), model.backend(),
-                           detail::model_tensors(model));
+                           detail::model_tensors(model), ranks);
 }
 
-// Weights, optimizer and trainer state; refuses a checkpoint of another model.
+template <class Backend>
+void load_model(const std::string& checkpoint, Model<Backend>& model) {
+  Communicator alone;
+  load_model(checkpoint, model, alone);
+}
+
+// Weights, optimizer and trainer state; refuses a checkpoint of another model. Of several ranks the first
+// alone reads.
+template <class Backend>
+TrainerState load_checkpoint(const std::string& checkpoint, Model<Backend>& model,
+                             OptimizerState<Backend>& optimizer, Communicator& ranks) {
+  Backend& be = model.backend();
+  const std::vector<detail::StoredTensor> moments = detail::optimizer_tensors(model, optimizer, ranks.rank());
+  TrainerState state;
+  if (ranks.is_root()) {
+    const std::string difference = describe_difference(model.config, load_config(checkpoint));
+    if (!difference.empty()) {
+      fail("--resume: the model differs from that of ", checkpoint, ": ", difference,
+           "; give the flags of the first run, or another --out");
+    }
+    load_model(checkpoint, model, ranks);
+    const std::string path = checkpoint + "/optimizer.safetensors";
+    detail::require_optimizer(path, moments);
+    detail::load_all_tensors(WeightFiles(path), be, moments, ranks);
+    const std::string trainer = checkpoint + "/trainer.json";
+    state = detail::trainer_state_from_json(read_json_file(trainer), trainer);
+  } else {
+    detail::receive_tensors(be, detail::model_tensors(model), ranks);
+    detail::receive_tensors(be, moments, ranks);
+  }
+  ranks.broadcast(&state, sizeof state);
+  return state;
+}
+
 template <class Backend>
 TrainerState load_checkpoint(const std::string& checkpoint, Model<Backend>& model,
                              OptimizerState<Backend>& optimizer) {
-  const std::string difference = describe_difference(model.config, load_config(checkpoint));
-  if (!difference.empty()) {
-    fail("--resume: the model differs from that of ", checkpoint, ": ", difference,
-         "; give the flags of the first run, or another --out");
-  }
-  load_model(checkpoint, model);
-  const std::string state = checkpoint + "/optimizer.safetensors";
-  const std::vector<detail::StoredTensor> tensors = detail::optimizer_tensors(model, optimizer);
-  detail::require_optimizer(state, tensors);
-  detail::load_all_tensors(WeightFiles(state), model.backend(), tensors);
-  const std::string path = checkpoint + "/trainer.json";
-  return detail::trainer_state_from_json(read_json_file(path), path);
+  Communicator alone;
+  return load_checkpoint(checkpoint, model, optimizer, alone);
 }
 
 }  // namespace xmod

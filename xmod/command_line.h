@@ -96,17 +96,34 @@ inline std::string help_page(const std::string& program, Command command, const 
 // ---------------------------------------------------------------------------------------------------
 // From words to options
 
+inline bool has_flag(const std::vector<Flag>& table, const std::string& name) {
+  return std::any_of(table.begin(), table.end(), [&](const Flag& flag) { return flag.name == name; });
+}
+
 // A flag as it was given.
 struct Given {
   const Flag* flag;
   std::string value;
 };
 
+// A flag that the table lacks because the program for the other processor has it.
+inline void refuse_flag_of_other_program(const std::string& word, const std::string& name,
+                                         const std::vector<Flag>& table) {
+  if (has_flag(table, name)) return;
+  for (const Flag& flag : flag_table()) {
+    if (flag.name != name) continue;
+    const Processor other = *flag.processor == Processor::cpu ? Processor::gpu : Processor::cpu;
+    usage_error(word, " is an option of ", program_on(*flag.processor), ", not of ", program_on(other),
+                "; leave it out");
+  }
+}
+
 // What getopt_long could not place.
 [[noreturn]] inline void unknown_option(std::string word, const std::string& program, Command command,
                                         const std::vector<Flag>& table) {
   word = word.substr(0, word.find('='));
   const std::string name = word.substr(std::min<size_t>(2, word.size()));  // behind the dashes
+  refuse_flag_of_other_program(word, name, table);
   std::vector<std::string> names, beginnings, commands;
   for (const Flag& flag : table) {
     if (flag.name == name) {
@@ -228,6 +245,14 @@ inline void check_required_of_eval(const std::vector<Given>& given) {
   }
 }
 
+inline void check_required_of_plan(const std::vector<Given>& given) {
+  if (is_given(given, "ranks")) return;
+  for (const char* name :
+       {"zero", "grad-accum", "total-batch-tokens", "bandwidth", "device-flops", "device-memory"}) {
+    if (is_given(given, name)) usage_error("--", name, " needs --ranks R: for how many processes to plan");
+  }
+}
+
 inline void check_required(const std::vector<Given>& given, const Options& o,
                            const std::vector<Flag>& table) {
   const bool model = has_model(o.command);
@@ -242,6 +267,7 @@ inline void check_required(const std::vector<Given>& given, const Options& o,
   if (o.command == Command::train && !is_given(given, "steps") && !is_given(given, "compute")) {
     usage_error("train needs --steps N or --compute FLOPS: how long to train");
   }
+  if (o.command == Command::plan) check_required_of_plan(given);
   if (o.command == Command::eval) check_required_of_eval(given);
 }
 
@@ -257,11 +283,11 @@ inline void check_values(const Options& o) {
 }  // namespace detail
 
 // Reads `program [command] [options]`. Throws usage errors; prints nothing.
-inline Options parse_options(int argc, char** argv) {
+inline Options parse_options(int argc, char** argv, Processor processor = Processor::cpu) {
   std::vector<char*> words(argv, argv + argc);
   const std::string path = argc > 0 ? argv[0] : "train_xmod";
   const std::string program = path.substr(path.rfind('/') + 1);
-  const std::vector<detail::Flag> table = detail::flag_table();
+  const std::vector<detail::Flag> table = detail::flag_table(processor);
 
   Options options;
   options.command = detail::take_command(words);

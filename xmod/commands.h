@@ -2,6 +2,7 @@
 #pragma once
 
 #include <algorithm>
+#include <chrono>
 #include <csignal>
 #include <cstdio>
 #include <exception>
@@ -12,16 +13,19 @@
 #include <sstream>
 #include <string>
 #include <string_view>
+#include <thread>
 #include <utility>
 #include <vector>
 
 #include "xmod/checkpoint.h"
 #include "xmod/command_line.h"
+#include "xmod/communicator.h"
 #include "xmod/evaluate.h"
 #include "xmod/generate.h"
 #include "xmod/model.h"
 #include "xmod/options.h"
 #include "xmod/plan.h"
+#include "xmod/rank_plan.h"
 #include "xmod/routing_map.h"
 #include "xmod/routing_output.h"
 #include "xmod/routing_report.h"
@@ -56,17 +60,35 @@ inline ModelConfig load_config_for(const std::string& checkpoint, int64_t seq_le
   return config;
 }
 
+// The ranks of a host share its processors, whether their launcher has bound each to some or not.
+template <class Backend>
+int64_t threads_of_each(const Communicator& ranks) {
+  const int64_t all = std::max<int64_t>(1, std::thread::hardware_concurrency());
+  return std::clamp<int64_t>(all / ranks.local_size(), 1, Backend::threads());
+}
+
 template <class Backend>
 void train(const Options& options) {
   if (!options.train.init_from.empty()) {
     const std::string& from = options.train.init_from;
     require_same_sizes(from, options.model, load_config(from, "--init-from"));
   }
-  require_memory(
-      training_memory<Backend>(options.model, run_size(options.train, options.machine.threads)).total(),
-      Backend::memory_bytes());
-  Backend backend(options.machine);
-  Trainer<Backend>(backend, options, std::cout).run();
+  Communicator ranks;
+  ranks.join();
+  MachineOptions machine = options.machine;
+  if (ranks.size() > 1) Backend::use_device(ranks.local_rank());
+  if (ranks.local_size() > 1 && machine.threads == 0) machine.threads = threads_of_each<Backend>(ranks);
+  const MemoryEstimate memory =
+      training_memory<Backend>(options.model, run_size(options.train, machine.threads, ranks.size()));
+  const int64_t sharers = Backend::kProcessor == Processor::cpu ? ranks.local_size() : 1;
+  const int64_t available = Backend::memory_bytes();
+  if (sharers * memory.total() > available && ranks.is_root()) {
+    std::cerr << "memory\n";
+    print_memory(memory, std::cerr);
+  }
+  require_memory(sharers * memory.total(), available);
+  Backend backend(machine);
+  Trainer<Backend>(backend, ranks, options, std::cout).run();
 }
 
 template <class Backend>
@@ -201,6 +223,16 @@ inline std::vector<int32_t> encode_prompt(const Tokenizer& tokenizer, const std:
   return prompt.empty() ? tokenizer.encode("\n") : prompt;
 }
 
+// On the error output: the model does not see the beginning of a prompt that is longer than its context.
+inline void note_long_prompts(const std::vector<std::vector<int32_t>>& texts, int64_t T) {
+  for (size_t i = 0; i < texts.size(); i++) {
+    const auto size = static_cast<long long>(texts[i].size());
+    if (size <= T) continue;
+    std::fprintf(stderr, "note: prompt %zu has %lld tokens, the context %lld; the model sees its last %lld\n",
+                 i + 1, size, static_cast<long long>(T), static_cast<long long>(T));
+  }
+}
+
 inline std::vector<std::string> read_prompts(const std::string& path) {
   std::vector<std::string> prompts;
   std::istringstream lines(read_file(path));
@@ -261,6 +293,7 @@ void generate_text(const Options& options) {
   Backend backend(options.machine);
   Model<Backend> model(backend, config, B, Use::inference);
   load_model(o.checkpoint, model);
+  note_long_prompts(texts, config.seq_len);
   Generation<Backend> generation(model, std::move(texts), {o.temperature, o.top_k, o.top_p},
                                  static_cast<uint64_t>(o.seed), tokenizer.eot(), o.use_cache);
   TextPrinter printer(std::move(prompts));
@@ -337,11 +370,12 @@ void run_command(const Options& options) {
     std::cout << options.help_text;
     return;
   }
+  if (options.command != Command::train) require_one_process(detail::name_of(options.command));
   switch (options.command) {
     case Command::train:
       return detail::train<Backend>(options);
     case Command::plan:
-      return print_plan<Backend>(options, std::cout);
+      return print_plan_of_ranks<Backend>(options, std::cout);
     case Command::eval:
       return detail::eval<Backend>(options);
     case Command::generate:
@@ -351,10 +385,16 @@ void run_command(const Options& options) {
   }
 }
 
-// A name in the message may hold line breaks; the message is one line.
+// A name in the message may hold line breaks; the message is one line. Where all ranks of a run fail alike,
+// the first has said so and ended the others before they say it again.
 inline int report(const std::string& message, int exit_code) {
+  const Launch launch = find_launch();
+  if (launch.rank > 0) std::this_thread::sleep_for(std::chrono::seconds(1));
+  const std::string rank =
+      launch.rank > 0 ? detail::concatenate("rank ", launch.rank, " on ", host_name(), ": ") : "";
   std::fflush(stdout);
-  std::fprintf(stderr, "error: %s\n", printable(message, message.size()).c_str());
+  std::fprintf(stderr, "error: %s%s\n", rank.c_str(), printable(message, message.size()).c_str());
+  abort_ranks(exit_code);
   return exit_code;
 }
 
@@ -363,7 +403,7 @@ template <class Backend, class Bf16Backend = Backend>
 int run_commands(int argc, char** argv) {
   std::signal(SIGXFSZ, SIG_IGN);  // a file at its size limit is an error of write(), not the end
   try {
-    const Options options = parse_options(argc, argv);
+    const Options options = parse_options(argc, argv, Backend::kProcessor);
     if (options.machine.precision == Precision::bf16) {
       run_command<Bf16Backend>(options);
     } else {

@@ -70,14 +70,16 @@ class CpuExpertPasses : protected RowSums {
   // ------------------------------------------------------------------------------------------------
   // grouped rows
 
-  // Orders the pairs by expert, and by token within one; returns how many there are.
+  // Orders the pairs by expert, and by token within one; returns how many there are. A backend that does not
+  // know it on the host returns most_pairs, and puts -1 into row behind the last pair: its passes over pairs
+  // leave such rows out.
   int64_t group_by_expert(int32_t* row,             // (pairs) token of each grouped row
                           int32_t* expert,          // (pairs) its expert
                           int32_t* slot,            // (pairs) grouped row of each pair; by token, then expert
                           int64_t* slot_offsets,    // (n+1) a token's pairs: slot[offsets[i]..offsets[i+1])
-                          int64_t* expert_offsets,  // (E+1) an expert's grouped rows, on the host
+                          int64_t* expert_offsets,  // (E+1) where an expert's grouped rows begin
                           const uint8_t* chosen,    // (n, E)
-                          int64_t n, int64_t E) {
+                          int64_t n, int64_t E, int64_t /*most_pairs*/) {
     std::fill(expert_offsets, expert_offsets + E + 1, int64_t{0});
     for (int64_t i = 0; i < n; i++) {
       for (int64_t e = 0; e < E; e++) expert_offsets[e + 1] += chosen[i * E + e];
@@ -150,7 +152,7 @@ class CpuExpertPasses : protected RowSums {
 
   // loads += how many tokens chose each expert.
   void add_expert_loads(float* loads,                   // (E) added to
-                        const int64_t* expert_offsets,  // (E+1) on the host
+                        const int64_t* expert_offsets,  // (E+1)
                         int64_t E) {
     for (int64_t e = 0; e < E; e++) {
       loads[e] += static_cast<float>(expert_offsets[e + 1] - expert_offsets[e]);

@@ -125,9 +125,9 @@ struct Grid {
 };
 
 // The grid, with a rectangle for each thread, whose largest is done soonest: multiplying takes rows *
-// cols, packing about 10 * (rows + cols). Tall ones are cut further, so that a thread that is held up does
-// not hold up the others.
-static Grid grid_for(const MatmulKernel& kernel, int64_t M, int64_t N, int threads) {
+// cols, packing about 10 * (rows + cols). Tall ones, and uneven work, are cut further, so that a thread that
+// is held up does not hold up the others.
+static Grid grid_for(const MatmulKernel& kernel, int64_t M, int64_t N, bool uneven, int threads) {
   const int64_t row_tiles = ceil_div(M, kernel.rows), col_tiles = ceil_div(N, kernel.lanes);
   Grid best{{row_tiles, 1}, {col_tiles, 1}};
   int64_t best_cost = INT64_MAX;
@@ -137,13 +137,14 @@ static Grid grid_for(const MatmulKernel& kernel, int64_t M, int64_t N, int threa
     const int64_t cost = m * n + 10 * (m + n);
     if (cost < best_cost) best_cost = cost, best.rows.parts = rows, best.cols.parts = cols;
   }
-  if (threads > 1 && M / best.rows.parts >= 2048) best.rows.parts *= 4;
+  if (threads > 1 && (uneven || M / best.rows.parts >= 2048))
+    best.rows.parts = std::min(4 * best.rows.parts, row_tiles);
   return best;
 }
 
 static void multiply(const Product& p, int threads, MatmulScratch& scratch) {
   const MatmulKernel& kernel = scratch.kernel();
-  const Grid grid = grid_for(kernel, p.M, p.N, threads);
+  const Grid grid = grid_for(kernel, p.M, p.N, p.update.symmetric, threads);
   const int caller = thread_number();  // of a parallel region around this call
   scratch.reserve(caller + threads);
 #pragma omp parallel for schedule(dynamic) num_threads(threads) if (threads > 1)
@@ -154,6 +155,9 @@ static void multiply(const Product& p, int threads, MatmulScratch& scratch) {
                grid.cols.begin(col) * kernel.lanes, std::min(p.N, grid.cols.end(col) * kernel.lanes));
     kernel.run(part, scratch.of_thread(threads > 1 ? thread_number() : caller));
   }
+  if (!p.update.symmetric) return;
+#pragma omp parallel for schedule(dynamic, 4) num_threads(threads) if (threads > 1)
+  for (int64_t row = 0; row < p.M; row += kernel.lanes) kernel.mirror(p, row);
 }
 
 // Threads worth waking for a product of that many multiply-adds; one inside a parallel region.
@@ -242,7 +246,7 @@ void matmul(float* c, int64_t c_stride, Operand a, Operand b, int64_t M, int64_t
     for (int64_t m = 0; m < M; m++) std::fill_n(c + m * c_stride, N, 0.0f);
     return;
   }
-  const detail::Product product{c, c_stride, a, b, M, N, K, update};
+  const detail::Product product{c, c_stride, a, b, M, N, K, update, 0};
   detail::multiply(product, detail::matmul_threads(M * N * K), scratch);
 }
 

@@ -40,10 +40,12 @@ inline Operand transposed(const float* data, int64_t stride) {
   return {data, 1, stride};
 }
 
-// What happens to C: C = A (alpha B), or with accumulate C += A (alpha B).
+// What happens to C: C = A (alpha B), or with accumulate C += A (alpha B). `symmetric` promises that A B is,
+// and C where it is added to: for large ones little more than half is computed, then mirrored.
 struct MatmulUpdate {
   float alpha = 1.0f;
   bool accumulate = false;
+  bool symmetric = false;
 };
 
 namespace detail {
@@ -60,6 +62,7 @@ struct MatmulKernel {
   bool slow;               // only by name: there for comparison, not for speed
   int64_t rows, lanes;     // C is dealt to threads in multiples of these
   void (*run)(const detail::Product&, detail::MatmulWorkspace&);
+  void (*mirror)(const detail::Product&, int64_t row);  // into a stretch of rows of C, `lanes` of them
 };
 
 // All that this program was built with; of each precision the fastest first.

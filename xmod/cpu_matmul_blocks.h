@@ -2,6 +2,7 @@
 // of A and of the reduction, tiles of C.
 #pragma once
 
+#include <algorithm>
 #include <cstddef>
 #include <cstdint>
 
@@ -53,22 +54,31 @@ struct Product {
   Operand a, b;
   int64_t M, N, K;
   MatmulUpdate update;
+  int64_t diagonal = 0;  // of the whole C: passes through the elements (m, m + diagonal) of this part
 
   Product part(int64_t m_begin, int64_t m_end, int64_t n_begin, int64_t n_end) const {
-    return {c + m_begin * c_stride + n_begin,
-            c_stride,
-            a.from(m_begin, 0),
-            b.from(0, n_begin),
-            m_end - m_begin,
-            n_end - n_begin,
-            K,
-            update};
+    Product part = *this;
+    part.c += m_begin * c_stride + n_begin;
+    part.a = a.from(m_begin, 0);
+    part.b = b.from(0, n_begin);
+    part.M = m_end - m_begin;
+    part.N = n_end - n_begin;
+    part.diagonal += m_begin - n_begin;
+    return part;
   }
   // The terms k_begin .. k_end of the sum; all but the first add to what is there.
   Product terms(int64_t k_begin, int64_t k_end) const {
-    return {c, c_stride, a.from(0, k_begin), b.from(k_begin, 0),
-            M, N,        k_end - k_begin,    {update.alpha, update.accumulate || k_begin > 0}};
+    Product part = *this;
+    part.a = a.from(0, k_begin);
+    part.b = b.from(k_begin, 0);
+    part.K = k_end - k_begin;
+    part.update.accumulate |= k_begin > 0;
+    return part;
   }
+  // Columns that any of the rows needs: of a symmetric product they end at the last row's diagonal.
+  int64_t needed_cols() const { return update.symmetric ? std::clamp<int64_t>(M + diagonal, 0, N) : N; }
+  // The first row that needs column n or one right of it.
+  int64_t first_row(int64_t n) const { return update.symmetric ? std::max<int64_t>(0, n - diagonal) : 0; }
 };
 
 }  // namespace xmod::detail

@@ -244,7 +244,8 @@ void pack_rows(typename Tile::Element* to, int64_t stride, Operand from, int64_t
 template <class Tile>
 class SlabProduct {
  public:
-  static void run(const Product& p, MatmulWorkspace& workspace) {
+  static void run(const Product& whole, MatmulWorkspace& workspace) {
+    const Product p = whole.part(0, whole.M, 0, whole.needed_cols());
     Tile::begin();
     const Shares slabs{ceil_div(p.N, kLanes), ceil_div(p.N, kSlabCols)};
     const Shares blocks{ceil_div(p.K, kStep), ceil_div(ceil_div(p.K, kTerms), kMaxDepth)};
@@ -334,7 +335,7 @@ class SlabProduct {
   void multiply_panel(const Product& rows, int64_t panel, const Element* a, int64_t a_stride) const {
     const int64_t n = panels_.begin(panel) * kLanes;
     const int64_t cols = std::min<int64_t>(p_.N - n, Width * kLanes);
-    for (int64_t m = 0; m < rows.M; m += kRows) {
+    for (int64_t m = rows.first_row(n) / kRows * kRows; m < rows.M; m += kRows) {
       const CTile c{rows.c + m * rows.c_stride + n, rows.c_stride, std::min<int64_t>(kRows, rows.M - m), cols,
                     p_.update.accumulate};
       Tile::template tile<Width, Paneled>(c, a + m * a_stride, a_stride, packed_b_ + n * depth_, depth_);
@@ -352,8 +353,32 @@ class SlabProduct {
   Shares panels_;
 };
 
+// Rows `row` .. row + kLanes of C, right of its diagonal, from the columns below it, square by square.
+template <class Tile>
+void mirror(const Product& p, int64_t row) {
+  constexpr int L = Tile::kLanes;
+  const int64_t rows = std::min<int64_t>(L, p.M - row);
+  for (int64_t column = row; column < p.N; column += L) {
+    const int64_t cols = std::min<int64_t>(L, p.N - column);
+    typename Tile::Floats above[L];
+    load_square<L>(above, transposed(p.c + column * p.c_stride + row, p.c_stride), rows, cols);
+    float* to = p.c + row * p.c_stride + column;
+    if (column > row && rows == L && cols == L) {
+      unrolled<L>([&](auto i) { Vectors<L>::store(to + i * p.c_stride, above[i]); });
+      continue;
+    }
+    float values[L][L];
+    std::memcpy(values, above, sizeof above);
+    for (int64_t i = 0; i < rows; i++) {
+      for (int64_t j = column > row ? 0 : i + 1; j < cols; j++) to[i * p.c_stride + j] = values[i][j];
+    }
+  }
+}
+
 template <class Tile>
 MatmulKernel kernel_of(const char* name, bool (*runs_here)(), bool (*runs_by_name)(), bool slow = false) {
   const Precision precision = Tile::kTerms == 1 ? Precision::fp32 : Precision::bf16;
-  return {name, precision, runs_here, runs_by_name, slow, Tile::kRows, Tile::kLanes, SlabProduct<Tile>::run};
+  return {name,        precision,   runs_here,    runs_by_name,
+          slow,        Tile::kRows, Tile::kLanes, SlabProduct<Tile>::run,
+          mirror<Tile>};
 }

@@ -15,27 +15,6 @@
 
 namespace xmod {
 
-// c (R, R) = alpha a a^T, or with accumulate that added to a symmetric c; a (R, L). Only the lower half is
-// computed, block row by block row, then mirrored: for large R little more than half of the arithmetic.
-inline void symmetric_product(float* c, Operand a, int64_t R, int64_t L, MatmulScratch& scratch,
-                              MatmulUpdate update = {}) {
-  const int64_t block = std::max<int64_t>(64, (R + 7) / 8);
-  for (int64_t first = 0; first < R; first += block) {
-    const int64_t rows = std::min(block, R - first);
-    matmul(c + first * R, R, a.from(first, 0), a.transpose(), rows, first + rows, L, scratch, update);
-  }
-  constexpr int64_t kSquare = 16;  // mirrored square by square: both sides stay in the cache
-#pragma omp parallel for schedule(dynamic, 4) if (R >= 256)
-  for (int64_t row = 0; row < R; row += kSquare) {
-    for (int64_t column = row; column < R; column += kSquare) {
-      for (int64_t i = row; i < std::min(row + kSquare, R); i++) {
-        for (int64_t j = std::max(column, i + 1); j < std::min(column + kSquare, R); j++)
-          c[i * R + j] = c[j * R + i];
-      }
-    }
-  }
-}
-
 class CpuMuon {
  public:
   // Working memory, beside the products'.
@@ -51,10 +30,11 @@ class CpuMuon {
 
   // `count` matrices of one shape. Few large ones: one after the other, each product on all threads; many:
   // one a thread.
-  void update(float* params,           // matrices (rows, cols) at `offsets`
-              float* momentum,         // the same places
-              const float* grads,      // the same places
-              const int64_t* offsets,  // (count)
+  void update(float* params,                    // matrices (rows, cols) at `offsets`
+              float* momentum,                  // matrices at `momentum_offsets`
+              const float* grads,               // at `offsets`
+              const int64_t* offsets,           // (count)
+              const int64_t* momentum_offsets,  // (count)
               int64_t count, int64_t rows, int64_t cols, const MuonStep& h, MatmulScratch& matmul_scratch) {
     scratch_.resize(static_cast<size_t>(max_threads()));
     matmul_scratch.reserve(max_threads());
@@ -63,8 +43,8 @@ class CpuMuon {
 #pragma omp parallel for schedule(dynamic, 1) num_threads(threads)
     for (int64_t i = 0; i < count; i++) {
       const int64_t at = offsets[i];
-      update_matrix(params + at, momentum + at, grads + at, rows, cols, h, scratch_[thread_number()],
-                    matmul_scratch);
+      update_matrix(params + at, momentum + momentum_offsets[i], grads + at, rows, cols, h,
+                    scratch_[thread_number()], matmul_scratch);
     }
   }
 
@@ -85,16 +65,16 @@ class CpuMuon {
       update = std::max(update, other.update);
       gram = std::max(gram, other.gram);
     }
-    int64_t total() const { return 2 * (update + gram); }
+    int64_t total() const { return 2 * update + 4 * gram; }
   };
 
   struct Scratch {
-    AlignedFloats x, next;           // (rows, cols)
-    AlignedFloats gram, polynomial;  // (R, R)
+    AlignedFloats x, next;                          // (rows, cols)
+    AlignedFloats gram, polynomial, factor, other;  // (R, R)
 
     void reserve(const Floats& floats) {
       for (AlignedFloats* matrix : {&x, &next}) matrix->reserve(floats.update);
-      for (AlignedFloats* matrix : {&gram, &polynomial}) matrix->reserve(floats.gram);
+      for (AlignedFloats* matrix : {&gram, &polynomial, &factor, &other}) matrix->reserve(floats.gram);
     }
   };
 
@@ -117,35 +97,61 @@ class CpuMuon {
   }
 
   // Brings the singular values of scratch.x (rows, cols) near 1: five steps of
-  // X <- (a I + b A + c A A) X with A = X X^T, or for a tall matrix the transpose of that,
-  // X <- X (a I + b A + c A A) with A = X^T X, so that A has the smaller size. Returns the result.
+  // X <- p(A) X with A = X X^T and p(A) = a I + b A + c A A, or for a tall matrix the transpose of that,
+  // X <- X p(A) with A = X^T X, so that A has the smaller size. Returns the result.
+  //
+  // All p(A) are polynomials in the first A: they commute, and the next A is p(A) A p(A). So the steps are
+  // taken among the small symmetric matrices, and X is multiplied by their product: for a matrix three times
+  // as wide as high a third less arithmetic. What rounding did to A, small eigenvalues above all, grows with
+  // every step; therefore A is made afresh from X after three, which is as exact as five plain steps.
   static const float* newton_schulz(int64_t rows, int64_t cols, Scratch& scratch,
                                     MatmulScratch& matmul_scratch) {
-    constexpr float a = 3.4445f, b = -4.7750f, c = 2.0315f;
-    const bool tall = rows > cols;
-    const int64_t R = std::min(rows, cols);
     float *x = scratch.x.data(), *next = scratch.next.data();
-    float* gram = scratch.gram.data();              // (R, R) A
-    float* polynomial = scratch.polynomial.data();  // (R, R) a I + b A + c A A
     const float norm = static_cast<float>(std::sqrt(sum_of_squares_double(x, rows * cols)));
     const float scale = 1 / (norm + 1e-7f);
 #pragma omp simd
     for (int64_t i = 0; i < rows * cols; i++) x[i] *= scale;
-    for (int step = 0; step < 5; step++) {
-      const Operand wide = tall ? transposed(x, cols) : stored(x, cols);  // (R, the larger size)
-      symmetric_product(gram, wide, R, std::max(rows, cols), matmul_scratch);
-#pragma omp simd
-      for (int64_t i = 0; i < R * R; i++) polynomial[i] = b * gram[i];
-      for (int64_t i = 0; i < R; i++) polynomial[i * R + i] += a;
-      symmetric_product(polynomial, stored(gram, R), R, R, matmul_scratch, {.alpha = c, .accumulate = true});
+    const bool tall = rows > cols;
+    const int64_t R = std::min(rows, cols), L = std::max(rows, cols);
+    for (int steps : {3, 2}) {
+      const Operand wide = tall ? transposed(x, cols) : stored(x, cols);  // (R, L)
+      matmul(scratch.gram.data(), R, wide, wide.transpose(), R, R, L, matmul_scratch, {.symmetric = true});
+      const Operand factor = stored(newton_schulz_factor(steps, R, scratch, matmul_scratch), R);
       if (tall) {
-        matmul(next, cols, stored(x, cols), stored(polynomial, R), rows, cols, R, matmul_scratch);
+        matmul(next, cols, stored(x, cols), factor, rows, cols, R, matmul_scratch);
       } else {
-        matmul(next, cols, stored(polynomial, R), stored(x, cols), rows, cols, R, matmul_scratch);
+        matmul(next, cols, factor, stored(x, cols), rows, cols, R, matmul_scratch);
       }
       std::swap(x, next);
     }
     return x;
+  }
+
+  // The product (R, R) of p(A) over that many steps, from A = scratch.gram (R, R), which is used up.
+  static const float* newton_schulz_factor(int steps, int64_t R, Scratch& scratch,
+                                           MatmulScratch& matmul_scratch) {
+    constexpr float a = 3.4445f, b = -4.7750f, c = 2.0315f;
+    float *gram = scratch.gram.data(), *factor = scratch.factor.data(), *other = scratch.other.data();
+    // out (R, R) = left right of symmetric matrices that commute
+    const auto multiply = [&](float* out, const float* left, const float* right, MatmulUpdate update) {
+      matmul(out, R, stored(left, R), stored(right, R), R, R, R, matmul_scratch, update);
+    };
+    for (int step = 0; step < steps; step++) {
+      float* polynomial = step == 0 ? factor : scratch.polynomial.data();
+#pragma omp simd
+      for (int64_t i = 0; i < R * R; i++) polynomial[i] = b * gram[i];
+      for (int64_t i = 0; i < R; i++) polynomial[i * R + i] += a;
+      multiply(polynomial, gram, gram, {.alpha = c, .accumulate = true, .symmetric = true});
+      if (step > 0) {
+        multiply(other, polynomial, factor, {.symmetric = true});
+        std::swap(factor, other);
+      }
+      if (step + 1 < steps) {
+        multiply(other, gram, polynomial, {.symmetric = true});
+        multiply(gram, polynomial, other, {.symmetric = true});
+      }
+    }
+    return factor;
   }
 
   std::vector<Scratch> scratch_;

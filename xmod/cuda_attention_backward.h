@@ -145,29 +145,28 @@ __global__ void __launch_bounds__(kThreads)
   make_records<kStripRows, Width>(at, part, strip_first, records);
   Strip<kStripRows, Width> dq;
   dq.clear();
-  stream_tiles((tile_keys + kKeys - 1) / kKeys,
-               [&](int tile, int stage) {
-                 const int first = tile * kKeys;
-                 load_strided_tile<kKeys>(keys(stage), heads.rows, part.key_row(at.k, k_stride, first),
-                                          k_stride, tile_keys - first);
-                 load_strided_tile<kKeys>(values(stage), heads.rows, part.key_row(at.v, at.v_stride, first),
-                                          at.v_stride, tile_keys - first);
-               },
-               [&](int tile, int stage) {
+  const auto load = [&](int tile, int stage) {
+    const int first = tile * kKeys, count = tile_keys - first;
+    load_strided_tile<kKeys>(keys(stage), heads.rows, part.key_row(at.k, k_stride, first), k_stride, count);
+    load_strided_tile<kKeys>(values(stage), heads.rows, part.key_row(at.v, at.v_stride, first), at.v_stride,
+                             count);
+  };
+  const auto work = [&](int tile, int stage) {
 #pragma unroll 1
-                 for (int step = 0; step < kKeys; step += kStep) {
-                   const int first = tile * kKeys + step;
-                   if (first >= most_keys) return;
-                   Strip<kStripRows, kStep> probs, dscores;
-                   multiply_transposed(probs, queries, strip, keys(stage), step);
-                   multiply_transposed(dscores, douts, strip, values(stage), step);
-                   softmax_backward(
-                       probs, dscores, heads.scale_log2, first + kStep <= fewest_keys,
-                       [&](int m, int, int e) { return records[strip_row(m, e / 2)]; },
-                       [&](int, int n, int e) { return first + strip_column(n, e); });
-                   add_product(dq, dscores, keys(stage), step);
-                 }
-               });
+    for (int step = 0; step < kKeys; step += kStep) {
+      const int first = tile * kKeys + step;
+      if (first >= most_keys) return;
+      Strip<kStripRows, kStep> probs, dscores;
+      multiply_transposed(probs, queries, strip, keys(stage), step);
+      multiply_transposed(dscores, douts, strip, values(stage), step);
+      softmax_backward(
+          probs, dscores, heads.scale_log2, first + kStep <= fewest_keys,
+          [&](int m, int, int e) { return records[strip_row(m, e / 2)]; },
+          [&](int, int n, int e) { return first + strip_column(n, e); });
+      add_product(dq, dscores, keys(stage), step);
+    }
+  };
+  stream_tiles((tile_keys + kKeys - 1) / kKeys, load, work);
   store_strip<Element>(
       dq, heads.rows, [&](int i) { return part.query_row(at.dq, strip_first + i); },
       [&](int, int) { return heads.scale; });
@@ -224,35 +223,33 @@ __global__ void __launch_bounds__(kThreads)
   Strip<kStripKeys, Width> dk, dv;
   dk.clear();
   dv.clear();
-  stream_tiles(
-      (part.rows - first_row + kRows - 1) / kRows,
-      [&](int tile, int stage) {
-        const int first = first_row + tile * kRows;
-        load_tile<kRows>(queries(stage), heads.rows, [&](int i) { return part.query_row(at.q, first + i); });
-        load_tile<kRows>(douts(stage), heads.rows, [&](int i) { return part.query_row(at.dout, first + i); });
-        const int i = static_cast<int>(threadIdx.x);
-        if (i < kRows) {
-          const bool exists = first + i < part.rows;
-          cp_async_16(records(stage) + i, at.records + part.row_index(exists ? first + i : first), exists);
-        }
-      },
-      [&](int tile, int stage) {
-        const int rows = part.rows - first_row - tile * kRows;  // left
+  const auto load = [&](int tile, int stage) {
+    const int first = first_row + tile * kRows, i = static_cast<int>(threadIdx.x);
+    load_tile<kRows>(queries(stage), heads.rows, [&](int i) { return part.query_row(at.q, first + i); });
+    load_tile<kRows>(douts(stage), heads.rows, [&](int i) { return part.query_row(at.dout, first + i); });
+    if (i < kRows) {
+      const bool exists = first + i < part.rows;
+      cp_async_16(records(stage) + i, at.records + part.row_index(exists ? first + i : first), exists);
+    }
+  };
+  const auto work = [&](int tile, int stage) {
+    const int rows = part.rows - first_row - tile * kRows;  // left
 #pragma unroll 1
-        for (int step = 0; step < min(kRows, rows); step += kStep) {
-          const RowRecord* row = records(stage) + step;
-          if (row[min(kStep, rows - step) - 1].visible <= strip_first) continue;
-          Strip<kStripKeys, kStep> probs, dscores;
-          multiply_transposed(probs, keys, strip, queries(stage), step);
-          multiply_transposed(dscores, values, strip, douts(stage), step);
-          softmax_backward(
-              probs, dscores, heads.scale_log2, strip_first + kStripKeys <= row[0].visible,
-              [&](int, int n, int e) { return row[strip_column(n, e)]; },
-              [&](int m, int, int e) { return strip_first + strip_row(m, e / 2); });
-          add_product(dv, probs, douts(stage), step);
-          add_product(dk, dscores, queries(stage), step);
-        }
-      });
+    for (int step = 0; step < min(kRows, rows); step += kStep) {
+      const RowRecord* row = records(stage) + step;
+      if (row[min(kStep, rows - step) - 1].visible <= strip_first) continue;
+      Strip<kStripKeys, kStep> probs, dscores;
+      multiply_transposed(probs, keys, strip, queries(stage), step);
+      multiply_transposed(dscores, values, strip, douts(stage), step);
+      softmax_backward(
+          probs, dscores, heads.scale_log2, strip_first + kStripKeys <= row[0].visible,
+          [&](int, int n, int e) { return row[strip_column(n, e)]; },
+          [&](int m, int, int e) { return strip_first + strip_row(m, e / 2); });
+      add_product(dv, probs, douts(stage), step);
+      add_product(dk, dscores, queries(stage), step);
+    }
+  };
+  stream_tiles((part.rows - first_row + kRows - 1) / kRows, load, work);
   const auto key_rows = [&](Element* base, int64_t stride) {
     return [&part, strip_first, base, stride](int i) {
       const int key = strip_first + i;

@@ -121,7 +121,6 @@ __global__ void __launch_bounds__(kThreads)
   const Rows queries{shared, 0};
   const auto keys = [&](int stage) { return Rows{shared, (kRows + 2 * stage * kKeys) * Width}; };
   const auto values = [&](int stage) { return Rows{shared, (kRows + (2 * stage + 1) * kKeys) * Width}; };
-
   const int64_t k_stride = int64_t{heads.KV} * heads.rows.size;
 
   // A sequence's last tile sees the most keys: it comes first, so that no block is left behind at the end.
@@ -138,26 +137,25 @@ __global__ void __launch_bounds__(kThreads)
   state.clear();
   out.clear();
   load_tile<kRows>(queries, heads.rows, [&](int i) { return part.query_row(at.q, tile_row + i); });
-  stream_tiles((tile_keys + kKeys - 1) / kKeys,
-               [&](int tile, int stage) {
-                 const int first = tile * kKeys;
-                 load_strided_tile<kKeys>(keys(stage), heads.rows, part.key_row(at.k, k_stride, first),
-                                          k_stride, tile_keys - first);
-                 load_strided_tile<kKeys>(values(stage), heads.rows, part.key_row(at.v, at.v_stride, first),
-                                          at.v_stride, tile_keys - first);
-               },
-               [&](int tile, int stage) {
+  const auto load = [&](int tile, int stage) {
+    const int first = tile * kKeys, count = tile_keys - first;
+    load_strided_tile<kKeys>(keys(stage), heads.rows, part.key_row(at.k, k_stride, first), k_stride, count);
+    load_strided_tile<kKeys>(values(stage), heads.rows, part.key_row(at.v, at.v_stride, first), at.v_stride,
+                             count);
+  };
+  const auto work = [&](int tile, int stage) {
 #pragma unroll 1
-                 for (int step = 0; step < kKeys; step += kStep) {
-                   const int first = tile * kKeys + step;
-                   if (first >= most_keys) return;
-                   Strip<kStripRows, kStep> scores;
-                   multiply_transposed(scores, queries, strip, keys(stage), step);
-                   if (first + kStep > visible.at[0][0]) hide_unseen_keys(scores, visible, first);
-                   online_softmax(scores, state, out, heads.scale_log2);
-                   add_product(out, scores, values(stage), step);
-                 }
-               });
+    for (int step = 0; step < kKeys; step += kStep) {
+      const int first = tile * kKeys + step;
+      if (first >= most_keys) return;
+      Strip<kStripRows, kStep> scores;
+      multiply_transposed(scores, queries, strip, keys(stage), step);
+      if (first + kStep > visible.at[0][0]) hide_unseen_keys(scores, visible, first);
+      online_softmax(scores, state, out, heads.scale_log2);
+      add_product(out, scores, values(stage), step);
+    }
+  };
+  stream_tiles((tile_keys + kKeys - 1) / kKeys, load, work);
   finish_rows(at, part, strip_first, state, out);
 }
 

@@ -154,6 +154,7 @@ __device__ inline void stream_tiles(int count, Load load, Work work) {
     cp_async_commit();
     work(i, i % 2);
   }
+  cp_async_wait<0>();  // also where there was no tile: nothing arrives when the block has ended
 }
 
 // ---------------------------------------------------------------------------------------------------

@@ -26,7 +26,7 @@ namespace detail {
 inline std::string cuda_remedy(cudaError_t error) {
   switch (error) {
     case cudaErrorMemoryAllocation:
-      return "use a smaller --batch-size, or --recompute";
+      return "use a smaller --batch-size, or --recompute block";
     case cudaErrorNoDevice:
       return "train without a GPU: ./train_xmod takes the same flags";
     case cudaErrorInsufficientDriver:

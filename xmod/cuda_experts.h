@@ -14,7 +14,8 @@
 namespace xmod {
 
 // ---------------------------------------------------------------------------------------------------
-// grouped rows. Tokens are counted in chunks; a thread takes an expert's pairs of one chunk.
+// grouped rows. Tokens are counted in chunks; a thread takes an expert's pairs of one chunk. Only the device
+// knows how many pairs there are: where their rows are fewer than a pass is told, the rest have row -1.
 
 constexpr int64_t kExpertChunk = 128;  // tokens
 
@@ -90,7 +91,7 @@ __global__ void expert_weight_forward_kernel(Element* out, const Element* inp, c
                                              const int32_t* row, const int32_t* expert, int64_t pairs,
                                              int64_t E, int64_t width) {
   const int64_t r = row_of_warp();
-  if (r >= pairs) return;
+  if (r >= pairs || row[r] < 0) return;
   const float w = weight[row[r] * E + expert[r]];
   for_each_pack<N>(width, [&](int64_t j) {
     Pack<N> x = load<N>(inp + r * width + j);
@@ -106,7 +107,7 @@ __global__ void expert_weight_backward_kernel(Element* dinp, float* dweight, con
                                               const int32_t* expert, int64_t pairs, int64_t E,
                                               int64_t width) {
   const int64_t r = row_of_warp();
-  if (r >= pairs) return;
+  if (r >= pairs || row[r] < 0) return;
   const int64_t pair = row[r] * E + expert[r];
   const float w = weight[pair];
   float product = 0;
@@ -295,7 +296,7 @@ __global__ void norm_silu_forward_kernel(Element* act, float* rstd, const Elemen
                                          const float* weight, const int32_t* row, int64_t pairs,
                                          int64_t width, float eps) {
   const int64_t r = row_of_warp();
-  if (r >= pairs) return;
+  if (r >= pairs || row[r] < 0) return;
   const float m = mean[row[r]];
   const Element* u = up + r * width;
   float sum = 0;
@@ -335,6 +336,7 @@ struct NormSiluBackward {
   int64_t width;
 
   __device__ void row(int64_t r, float* sums) const {
+    if (rows[r] < 0) return;
     const float m = mean[rows[r]], scale = rstd[r];
     float product = 0;
     for_each_pack<N>(width, [&](int64_t j) {

@@ -47,11 +47,6 @@ class CudaGraph {
     }
   }
 
-  // Of work that cannot be captured: throws while it is.
-  void refuse(const char* reason) const {
-    if (capturing_) fail(reason);
-  }
-
   // Kernels, products, copies and fills of the graph; 0: there is none.
   int64_t nodes() const { return nodes_; }
 
@@ -61,14 +56,12 @@ class CudaGraph {
   template <class Work>
   void capture(cudaStream_t stream, Work work) {
     cuda_check(cudaStreamBeginCapture(stream, cudaStreamCaptureModeThreadLocal));
-    capturing_ = true;
     std::string failure;
     try {
       work();
     } catch (const Error& error) {
       failure = error.what();
     }
-    capturing_ = false;
     cudaGraph_t graph = nullptr;
     const cudaError_t ended = cudaStreamEndCapture(stream, &graph);
     if (failure.empty() && ended != cudaSuccess) failure = cudaGetErrorName(ended);
@@ -101,7 +94,6 @@ class CudaGraph {
   int64_t nodes_ = 0;
   bool refused_ = false;  // the work of this key
   bool told_ = false;
-  bool capturing_ = false;
 };
 
 }  // namespace xmod

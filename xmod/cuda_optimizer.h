@@ -27,23 +27,27 @@ __global__ void __launch_bounds__(kRowThreads)
 }
 
 // ---------------------------------------------------------------------------------------------------
-// Muon, on matrices of `size` numbers each at `offsets`. Block (x, y) takes part x of matrix y.
+// Muon, on matrices of `size` numbers each at `offsets`, their momentum at `momentum_offsets`. Block (x, y)
+// takes part x of matrix y.
 
 struct MuonMatrices {
   static constexpr int64_t kPart = 8192;  // numbers; a matrix has at least one part, and at most kMostParts
   static constexpr int64_t kMostParts = 64;
 
-  const int64_t* offsets;  // (count)
+  const int64_t* offsets;           // (count)
+  const int64_t* momentum_offsets;  // (count)
   int64_t size;
 
   // Of a grid of `parts` blocks in x.
   static int64_t parts(int64_t size) { return std::clamp<int64_t>(size / kPart, 1, kMostParts); }
 
-  // Calls visit(place in the whole buffer, place among the batch's matrices) for the thread's numbers.
+  // Calls visit(place in the whole buffer, in that of momentum, among the batch's matrices) for the thread's
+  // numbers.
   template <class Visit>
   __device__ void for_each(Visit visit) const {
     const int64_t stride = int64_t{gridDim.x} * blockDim.x, matrix = blockIdx.y;
-    for (int64_t i = index_of_thread(); i < size; i += stride) visit(offsets[matrix] + i, matrix * size + i);
+    for (int64_t i = index_of_thread(); i < size; i += stride)
+      visit(offsets[matrix] + i, momentum_offsets[matrix] + i, matrix * size + i);
   }
 };
 
@@ -57,9 +61,9 @@ __global__ void __launch_bounds__(kRowThreads)
     muon_momentum_kernel(float* momentum, double* squares, const float* grads, MuonMatrices matrices,
                          MuonStep h) {
   double sum = 0;
-  matrices.for_each([&](int64_t at, int64_t) {
-    const float moved = h.beta * momentum[at] + (1 - h.beta) * (grads[at] * h.grad_scale);
-    momentum[at] = moved;
+  matrices.for_each([&](int64_t at, int64_t momentum_at, int64_t) {
+    const float moved = h.beta * momentum[momentum_at] + (1 - h.beta) * (grads[at] * h.grad_scale);
+    momentum[momentum_at] = moved;
     const double x = nesterov(moved, grads[at], h);
     sum += x * x;
   });
@@ -76,8 +80,8 @@ __global__ void __launch_bounds__(kRowThreads)
   double sum = 0;
   for (unsigned part = 0; part < gridDim.x; part++) sum += squares[blockIdx.y * gridDim.x + part];
   const float scale = 1 / (static_cast<float>(sqrt(sum)) + 1e-7f);
-  matrices.for_each([&](int64_t at, int64_t i) {
-    x[i] = from_float<Element>(nesterov(momentum[at], grads[at], h) * scale);
+  matrices.for_each([&](int64_t at, int64_t momentum_at, int64_t i) {
+    x[i] = from_float<Element>(nesterov(momentum[momentum_at], grads[at], h) * scale);
   });
 }
 
@@ -96,8 +100,9 @@ template <class Element>
 __global__ void __launch_bounds__(kRowThreads)
     muon_update_kernel(float* params, const Element* orthogonal, MuonMatrices matrices, float rate,
                        float keep) {
-  matrices.for_each(
-      [&](int64_t at, int64_t i) { params[at] = params[at] * keep - rate * to_float(orthogonal[i]); });
+  matrices.for_each([&](int64_t at, int64_t, int64_t i) {
+    params[at] = params[at] * keep - rate * to_float(orthogonal[i]);
+  });
 }
 
 }  // namespace xmod

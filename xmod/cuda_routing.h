@@ -189,11 +189,12 @@ __device__ inline uint32_t find_key(const float* u, int64_t T, int& wanted) {
 }
 
 // A block takes a sequence: its C tokens with the largest u, ties to the earlier token, in position order.
-__global__ void __launch_bounds__(kSelectThreads) select_topk_kernel(SelectedRows rows,  // (B*C)
-                                                                     int64_t* offsets,   // (B+1), or null
-                                                                     float* kth,  // (B) the C-th largest u
-                                                                     const float* u,  // (B, T)
-                                                                     int64_t T, int64_t C) {
+// One on a multiprocessor is enough, since there are few: nvcc need not save registers for a second.
+__global__ void __launch_bounds__(kSelectThreads, 1) select_topk_kernel(SelectedRows rows,  // (B*C)
+                                                                        int64_t* offsets,   // (B+1), or null
+                                                                        float* kth,  // (B) the C-th largest u
+                                                                        const float* u,  // (B, T)
+                                                                        int64_t T, int64_t C) {
   const int64_t b = blockIdx.x;
   u += b * T;
   int wanted = static_cast<int>(C);

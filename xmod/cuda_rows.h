@@ -100,7 +100,7 @@ __global__ void convert_kernel(Out* out, const Inp* inp, int64_t n) {
 template <int N, class Out, class Inp>
 __global__ void gather_kernel(Out* out, const Inp* inp, const int32_t* row, int64_t n, int64_t d) {
   const int64_t i = row_of_warp();
-  if (i >= n) return;
+  if (i >= n || row[i] < 0) return;
   const Inp* from = inp + row[i] * d;
   for_each_pack<N>(d, [&](int64_t j) { store(out + i * d + j, load<N>(from + j)); });
 }

@@ -109,9 +109,11 @@ __device__ inline double column_sum(const float* rows, int64_t count, int64_t wi
 
 // Calls visit.row(i, sums) with a whole warp for each of n rows; sums (Visit::kSums, width) in shared memory
 // are the warp's own. Then calls visit.add(j, sum) once for each column, with what all of them hold. Warps
-// are summed in their order, then blocks by groups of kGroup, then the groups.
+// are summed in their order, then blocks by groups of kGroup, then the groups. Two blocks on a
+// multiprocessor are enough, since there are at most kMostBlocks; nvcc, left to itself, would rather spill
+// registers for more.
 template <class Visit>
-__global__ void __launch_bounds__(kRowThreads)
+__global__ void __launch_bounds__(kRowThreads, 2)
     row_sums_kernel(Visit visit, SumScratch scratch, int64_t n, int64_t width) {
   dynamic_shared(float, sums);  // (warps * Visit::kSums, width)
   const int64_t per_warp = Visit::kSums * width, warps = warps_of_block();

@@ -5,6 +5,7 @@
 #include <cstdint>
 #include <functional>
 #include <map>
+#include <optional>
 #include <string>
 #include <utility>
 #include <variant>
@@ -41,7 +42,12 @@ struct Flag {
   bool many = false;       // takes one value or more: --name A B C
   std::string group = {};  // heading in --help
   std::vector<Command> commands = {};
+  std::optional<Processor> processor = {};  // of the program that knows the flag; nothing: both do
 };
+
+inline const char* program_on(Processor processor) {
+  return processor == Processor::cpu ? "train_xmod" : "train_xmodcu";
+}
 
 inline bool of_command(const Flag& flag, Command command) {
   return std::find(flag.commands.begin(), flag.commands.end(), command) != flag.commands.end();
@@ -221,15 +227,19 @@ inline std::vector<Flag> length_flags() {
       value_flag("steps", "N", part, &O::steps, between(1, 2147483647), "optimizer steps to train for");
   Flag compute = value_flag("compute", "FLOPS", part, &O::compute, above(0),
                             "or: train for as many tokens as this compute pays for, such as 2e13");
-  steps.default_text = compute.default_text = "";
+  Flag total = value_flag("total-batch-tokens", "N", part, &O::total_batch_tokens, between(1, 1e15),
+                          "or: tokens of an optimizer step, for any number of processes; sets --grad-accum");
+  steps.default_text = compute.default_text = total.default_text = "";
   steps.excludes = "compute";
+  total.excludes = "grad-accum";
   return {
       steps,
       compute,
       value_flag("batch-size", "N", part, &O::batch_size, between(1, 2147483647),
-                 "sequences of a micro-batch"),
+                 "sequences of a micro-batch, in each process"),
       value_flag("grad-accum", "N", part, &O::grad_accum, between(1, 2147483647),
-                 "micro-batches of an optimizer step"),
+                 "micro-batches of an optimizer step, in each process"),
+      total,
   };
 }
 
@@ -253,6 +263,8 @@ inline std::vector<Flag> optimizer_flags() {
       value_flag("final-lr-fraction", "X", part, &O::final_lr_fraction, between(0, 1),
                  "the schedule ends at this share of the peak"),
       value_flag("grad-clip", "X", part, &O::grad_clip, at_least(0), "largest global gradient norm; 0: off"),
+      value_flag("zero", "N", part, &O::zero, between(0, 1),
+                 "several processes: 1: each keeps a share of the optimizer's state; 0: all of it"),
   };
 }
 
@@ -286,13 +298,27 @@ inline Flag threads_flag() {
 inline std::vector<Flag> product_flags() {
   using O = MachineOptions;
   constexpr auto part = &Options::machine;
+  Flag instructions =
+      value_flag("instructions", "NAME", part, &O::instructions, {},
+                 "of the processor, for matrix products: avx512, avx2 or portable; with bf16 amx, "
+                 "avx512-bf16 or portable (slow); auto: the fastest it says it has");
+  instructions.processor = Processor::cpu;
   return {
       value_flag("precision", "NAME", part, &O::precision, {},
                  "of the factors in matrix products: fp32 or bf16; sums and weights stay fp32"),
-      value_flag("instructions", "NAME", part, &O::instructions, {},
-                 "of the processor, for matrix products: avx512, avx2 or portable; with bf16 amx, "
-                 "avx512-bf16 or portable (slow); auto: the fastest it says it has"),
+      instructions,
   };
+}
+
+inline std::vector<Flag> graph_flags() {
+  constexpr auto part = &Options::machine;
+  Flag with = switch_flag("cuda-graph", part, &MachineOptions::cuda_graph, true,
+                          "launch each training step as one CUDA graph (default)");
+  Flag without = switch_flag("no-cuda-graph", part, &MachineOptions::cuda_graph, false,
+                             "launch its kernels one by one: slower, for profilers and for comparison");
+  with.processor = without.processor = Processor::gpu;
+  with.excludes = "no-cuda-graph";
+  return {with, without};
 }
 
 inline std::vector<Flag> plan_flags() {
@@ -312,6 +338,32 @@ inline std::vector<Flag> plan_flags() {
                  "scripts/scaling_law.py fit wrote"),
       switch_flag("json", part, &O::json, true, "print JSON"),
   };
+}
+
+inline std::vector<Flag> rank_plan_flags() {
+  using O = PlanOptions;
+  constexpr auto part = &Options::plan;
+  std::vector<Flag> flags = {
+      value_flag("ranks", "R", part, &O::ranks, between(1, 16384),
+                 "plan for R processes side by side: memory, traffic and time of a step"),
+      value_flag("zero", "Z", part, &O::zero, between(0, 1),
+                 "0: every rank has the whole optimizer; 1: its state is shared out"),
+      value_flag("grad-accum", "N", part, &O::grad_accum, between(1, 2147483647),
+                 "micro-batches of a rank in an optimizer step"),
+      value_flag("total-batch-tokens", "N", part, &O::total_batch_tokens, between(1, 1e15),
+                 "or: tokens of an optimizer step, all processes together; sets --grad-accum"),
+      value_flag("bandwidth", "GB/s", part, &O::bandwidth, above(0),
+                 "that a rank sends, and at the same time receives (1 GB: 1e9 bytes)"),
+      value_flag("device-flops", "F", part, &O::device_flops, above(0),
+                 "FLOP/s that a rank reaches, such as 4e14 (docs/ranks.md: how to find it out)"),
+      value_flag("device-memory", "GB", part, &O::device_memory, above(0),
+                 "memory of a rank's device, to say whether the run fits"),
+  };
+  for (Flag& flag : flags) {
+    if (flag.name != "zero" && flag.name != "grad-accum") flag.default_text = "";
+    if (flag.name == "total-batch-tokens") flag.excludes = "grad-accum";
+  }
+  return flags;
 }
 
 template <class Part>
@@ -395,7 +447,8 @@ inline std::vector<Flag> routing_report_flags() {
   };
 }
 
-inline std::vector<Flag> flag_table() {
+// Of all flags; processor: of the program whose flags these are, nothing: of both.
+inline std::vector<Flag> flag_table(std::optional<Processor> processor = {}) {
   const std::vector<Command> train = {Command::train}, plan = {Command::plan}, eval = {Command::eval},
                              generate = {Command::generate}, model = {Command::train, Command::plan},
                              all = {Command::train, Command::plan, Command::eval, Command::generate,
@@ -403,6 +456,7 @@ inline std::vector<Flag> flag_table() {
   std::vector<Flag> table;
   auto add = [&](const std::string& group, const std::vector<Command>& commands, std::vector<Flag> flags) {
     for (Flag& flag : flags) {
+      if (processor && flag.processor && flag.processor != processor) continue;
       flag.group = group;
       flag.commands = commands;
       table.push_back(std::move(flag));
@@ -416,11 +470,13 @@ inline std::vector<Flag> flag_table() {
   add("Optimizer", train, optimizer_flags());
   add("Validation and checkpoints", train, record_flags());
   add("Plan", plan, plan_flags());
+  add("Plan for several ranks", plan, rank_plan_flags());
   add("Evaluation", eval, eval_flags());
   add("Generation", generate, generate_flags());
   add("Routing", {Command::routing}, routing_report_flags());
   add("Machine", all, {threads_flag()});
   add("Machine", {Command::train, Command::eval, Command::generate, Command::routing}, product_flags());
+  add("Machine", train, graph_flags());
   add("Help", all,
       {{"help", "", "this page, also -h", [](Options& o, const std::string&) { o.help = true; }}});
   return table;

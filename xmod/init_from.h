@@ -88,7 +88,7 @@ std::vector<StoredTensor> tensors_of_dense(const Model<Backend>& model, const st
   for (const Parameter& p : model.table.entries) {
     const auto [number, rest] = split_layer(p.name);
     const std::string name = number < 0 ? rest : layer_prefix(source[static_cast<size_t>(number)]) + rest;
-    if (dense.count(name)) tensors.push_back({name, p.shape, model.params() + p.offset});
+    if (dense.count(name)) tensors.push_back(whole_tensor(name, p.shape, model.params() + p.offset));
   }
   return tensors;
 }
@@ -108,7 +108,8 @@ void load_first_weights(const std::string& directory, Model<Backend>& model, std
   const WeightFiles files = open_weights(directory, source);
   for (const std::string& name : dense) files.file(name);  // each must be there, also those of no use here
   detail::require_no_others(files, dense);
-  detail::load_tensors(files, model.backend(), detail::tensors_of_dense(model, dense));
+  Communicator alone;
+  detail::load_tensors(files, model.backend(), detail::tensors_of_dense(model, dense), alone);
   if (model.config.arch == Arch::dense) return;
   log << "  layers begin as its layers " << describe_layers(source_layers(model.config, model.plan))
       << "; routers and gates anew\n";

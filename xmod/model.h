@@ -15,6 +15,7 @@
 
 #include "xmod/activations.h"
 #include "xmod/device_buffer.h"
+#include "xmod/options.h"
 #include "xmod/rng.h"
 #include "xmod_common.h"
 
@@ -89,6 +90,7 @@ class Model {
     auto step = [&] {
       forward_layers(Routing::topk);
       head_forward_backward(loss_scale);
+      gradients_done(0);
       backward_layers();
       be_.add_row_means(step_sums_.data(), act_->kth_score, sparse_layers, B);
     };
@@ -97,6 +99,7 @@ class Model {
     } else {
       be_.repeat(this, B, T, loss_scale, step);
     }
+    if constexpr (Backend::kProcessor == Processor::gpu) follow_gradients();
     step_tokens_ += n_;
     return be_.mean(act_->losses, n_);
   }
@@ -140,6 +143,16 @@ class Model {
     write_logits(out, act_->final_norm, B_);
   }
 
+  // Adds up what several ranks have counted since the last step: sum(values, n) sums over the ranks.
+  template <class Sum>
+  void sum_over_ranks(int64_t ranks, Sum sum) {
+    std::vector<float> sums(static_cast<size_t>(table.step_sums_total));
+    be_.to_host(sums.data(), step_sums_.data(), table.step_sums_total);
+    sum(sums.data(), table.step_sums_total);
+    be_.to_device(step_sums_.data(), sums.data(), table.step_sums_total);
+    step_tokens_ *= ranks;
+  }
+
   // Closes a training step: moves what training moves without a gradient, by the sums over its
   // micro-batches. step counts from 1. Returns the experts' loads.
   ExpertLoads close_step(int64_t step, int64_t micro_batches) {
@@ -170,6 +183,10 @@ class Model {
 
   // When set, is told the rows that each sparse layer has just selected (routing analysis, tests).
   std::function<void(int64_t layer, const Rows& rows)> on_selection;
+
+  // When set, is told that the backward pass is through with the gradients from `offset` on, and now and then
+  // the same again: who moves them gets the time to.
+  std::function<void(int64_t offset)> on_gradients;
 
   const ModelConfig config;
   const Recompute recompute;
@@ -399,9 +416,36 @@ class Model {
 
   void backward_layers() {
     ctx_.step_sums = nullptr;  // what is computed again has been counted
-    for (size_t l = plan.size(); l-- > 0;) layer_backward(l);
+    for (size_t l = plan.size(); l-- > 0;) {
+      layer_backward(l);
+      gradients_done(static_cast<int64_t>(plan.size() - l));
+    }
     be_.encoder_backward(gradient(table.embed_tokens), act_->dstream, act_->tokens, n_, config.vocab_size,
                          config.dim);
+  }
+
+  // A mark behind the head, and one behind each layer: gradients from here on are then final.
+  int64_t marked_offset(int64_t mark) const {
+    return mark == 0 ? table.final_norm : table.layers[plan.size() - static_cast<size_t>(mark)].begin;
+  }
+
+  void gradients_done(int64_t mark) {
+    if (!on_gradients) return;
+    if constexpr (Backend::kProcessor == Processor::cpu) {
+      on_gradients(marked_offset(mark));
+    } else {
+      be_.mark(mark);
+    }
+  }
+
+  // Waits for the device's marks, one by one.
+  void follow_gradients() {
+    if (!on_gradients) return;
+    int64_t offset = table.total;
+    for (int64_t mark = 0; mark <= static_cast<int64_t>(plan.size()); mark++) {
+      while (!be_.passed(mark)) on_gradients(offset);
+      on_gradients(offset = marked_offset(mark));
+    }
   }
 
   void layer_backward(size_t l) {
@@ -415,6 +459,8 @@ class Model {
         a.router_logit, gated(p) ? weight(p.residual_gate) : nullptr, a.rows.row, a.rows.n, config.dim);
     if (plan[l].ffn != Ffn::none) {
       ffn_part_backward(a, p);
+      if constexpr (Backend::kProcessor == Processor::cpu)
+        gradients_done(static_cast<int64_t>(plan.size() - l) - 1);
     } else {
       be_.zero(g.dx, a.rows.n * config.dim);
     }
@@ -479,12 +525,12 @@ class Model {
 
   // Of the micro-batches since the last step.
   ExpertLoads expert_loads() {
+    std::vector<float> sums(static_cast<size_t>(table.step_sums_total));
+    if (has_experts(config.arch)) be_.to_host(sums.data(), step_sums_.data(), table.step_sums_total);
     std::vector<std::vector<float>> layers;
     for (const LayerParameters& p : table.layers) {
       const int64_t at = loads_offset(p.ffn);
-      if (at < 0) continue;
-      layers.emplace_back(static_cast<size_t>(config.experts));
-      be_.to_host(layers.back().data(), step_sums_.data() + at, config.experts);
+      if (at >= 0) layers.emplace_back(sums.begin() + at, sums.begin() + at + config.experts);
     }
     return summarise_loads(layers, step_tokens_);
   }

@@ -18,21 +18,27 @@ inline const char* precision_name(Precision precision) {
   return precision == Precision::fp32 ? "fp32" : "bf16";
 }
 
+// What a program's passes run on.
+enum class Processor { cpu, gpu };
+
 // What a backend is made of.
 struct MachineOptions {
   int64_t threads = 0;  // of the processor; 0: OpenMP's default
   Precision precision = Precision::fp32;
   std::string instructions = "auto";  // of the processor, for the matrix products
+  bool cuda_graph = true;             // of the GPU: training steps as CUDA graphs
 };
 
 struct TrainOptions {
   std::string train_data, val_data;  // globs of token shards; no val_data: no validation
   std::string out = "out";
-  std::string init_from;    // checkpoint whose weights the run starts from; empty: none
-  int64_t batch_size = 16;  // sequences of one forward and backward pass
-  int64_t grad_accum = 1;   // such passes per optimizer step
-  int64_t steps = 0;        // exactly one of these two is given
-  double compute = 0;       // training FLOPs
+  std::string init_from;           // checkpoint whose weights the run starts from; empty: none
+  int64_t batch_size = 16;         // sequences of one forward and backward pass
+  int64_t grad_accum = 1;          // such passes of each rank per optimizer step
+  int64_t total_batch_tokens = 0;  // of an optimizer step, all ranks together: sets grad_accum; 0: not given
+  int64_t zero = 0;                // 1: every rank keeps a share of the optimizer's state
+  int64_t steps = 0;               // exactly one of these two is given
+  double compute = 0;              // training FLOPs
   Optimizer optimizer = Optimizer::muon;
   double lr = 3.2e-3;
   double adamw_lr = -1;  // -1: lr
@@ -57,6 +63,13 @@ struct PlanOptions {
   Optimizer optimizer = Optimizer::muon;
   Recompute recompute = Recompute::none;
   bool json = false;
+  int64_t ranks = 0;               // 0: not asked for; the rest is about several ranks
+  int64_t zero = 0;                // 1: optimizer state shared out
+  int64_t grad_accum = 1;          // micro-batches of a rank in a step
+  int64_t total_batch_tokens = 0;  // of a step, all ranks together: sets grad_accum; 0: not given
+  double bandwidth = 0;      // GB/s that a rank sends and at once receives; 0: not given, as the next two
+  double device_flops = 0;   // FLOP/s that a rank reaches
+  double device_memory = 0;  // GB
 };
 
 struct EvalOptions {

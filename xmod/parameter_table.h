@@ -78,14 +78,16 @@ class TensorAdder {
   // A tensor fused with the previous one starts where that ends.
   int64_t parameter(const std::string& name, std::vector<int64_t> shape, Optimizer optimizer, Init init,
                     bool fused_with_previous = false) {
-    std::vector<Parameter>& all = table_.entries;
-    int64_t offset = all.empty() ? 0 : all.back().offset + all.back().size;
-    if (!fused_with_previous)
-      offset = (offset + detail::kAlignment - 1) / detail::kAlignment * detail::kAlignment;
+    const int64_t offset = fused_with_previous ? table_.total : next_offset();
     const int64_t size = element_count(shape);
-    all.push_back({prefix_ + name, std::move(shape), offset, size, optimizer, init});
+    table_.entries.push_back({prefix_ + name, std::move(shape), offset, size, optimizer, init});
     table_.total = offset + size;
     return offset;
+  }
+
+  // Of a tensor that is not fused with the previous one.
+  int64_t next_offset() const {
+    return (table_.total + detail::kAlignment - 1) / detail::kAlignment * detail::kAlignment;
   }
 
   int64_t matrix(const std::string& name, int64_t out, int64_t in, Init init = Init::matrix,

@@ -14,10 +14,8 @@
 #include <utility>
 #include <vector>
 
-#include "xmod/activations.h"
-#include "xmod/optimizer.h"
+#include "xmod/memory_plan.h"
 #include "xmod/options.h"
-#include "xmod/safetensors.h"
 #include "xmod/scaling_law.h"
 #include "xmod_common.h"
 
@@ -111,133 +109,6 @@ inline std::vector<std::string> pattern_rows(const ModelConfig& c, const LayerPl
     open = run.sparse;
   }
   return rows;
-}
-
-// ---------------------------------------------------------------------------------------------------
-// Memory
-
-struct MemoryEstimate {
-  std::vector<std::pair<std::string, int64_t>> groups;  // name, bytes
-
-  int64_t total() const {
-    int64_t bytes = 0;
-    for (const auto& [name, size] : groups) bytes += size;
-    return bytes;
-  }
-};
-
-// What the memory of a run depends on beside its model.
-struct RunSize {
-  int64_t batch_size = 1;  // sequences
-  Optimizer optimizer = Optimizer::muon;
-  Recompute recompute = Recompute::none;
-  int64_t threads = 0;  // 0: as many as the backend takes by itself
-};
-
-// Of TrainOptions or PlanOptions.
-template <class Part>
-RunSize run_size(const Part& o, int64_t threads = 0) {
-  return {o.batch_size, o.optimizer, o.recompute, threads};
-}
-
-template <class Backend>
-int64_t threads_of(const RunSize& run) {
-  return run.threads > 0 ? run.threads : Backend::threads();
-}
-
-namespace detail {
-
-inline int64_t state_bytes(const ModelConfig& c, const ParameterTable& table) {
-  return (c.seq_len * c.head_dim + table.buffers_total + table.step_sums_total) *
-         static_cast<int64_t>(sizeof(float));
-}
-
-// Inputs and targets of the training batch and of one that is evaluated; the piece of a tensor that is on its
-// way to a file.
-inline int64_t host_bytes(const ModelConfig& c, const ParameterTable& table, int64_t batch_size) {
-  int64_t largest = 0;
-  for (const Parameter& p : table.entries) largest = std::max(largest, p.size);
-  return 4 * batch_size * c.seq_len * static_cast<int64_t>(sizeof(int32_t)) +
-         std::min(largest * static_cast<int64_t>(sizeof(float)), SafetensorsWriter::kPiece);
-}
-
-}  // namespace detail
-
-template <class Backend>
-MemoryEstimate training_memory(const ModelConfig& c, const RunSize& run) {
-  using floatX = typename Backend::floatX;
-  constexpr int64_t kFloat = sizeof(float);
-  const ParameterTable table = make_parameter_table(c, make_layer_plan(c));
-  const OptimizerTable optimizer = make_optimizer_table(table, run.optimizer);
-  const int64_t B = run.batch_size, threads = threads_of<Backend>(run);
-  const Arena arena = measure_activations<floatX>(c, B, c.seq_len, Use::training, run.recompute);
-  MemoryEstimate memory;
-  memory.groups = {
-      {"parameters", table.total * kFloat},
-      {"gradients", table.total * kFloat},
-      {"optimizer: momentum", table.total * kFloat},
-      {"optimizer: AdamW's second moments", optimizer.second_moment_total * kFloat},
-      {"rotary table, thresholds, biases", detail::state_bytes(c, table)},
-  };
-  memory.groups.insert(memory.groups.end(), arena.groups().begin(), arena.groups().end());
-  const std::pair<std::string, int64_t> rest[] = {
-      {"evaluation, beyond training", arena_bytes<floatX>(c, B, Use::training, run.recompute) - arena.used()},
-      {"working memory of the passes", Backend::pass_bytes(c, B, Use::training, threads)},
-      {"working memory of Muon", Backend::muon_bytes(muon_shapes(table, optimizer), threads)},
-      {"batches, a piece of a checkpoint", detail::host_bytes(c, table, B)},
-      {"program, libraries, threads' stacks", Backend::program_bytes(threads)},
-  };
-  memory.groups.insert(memory.groups.end(), std::begin(rest), std::end(rest));
-  return memory;
-}
-
-// Running a model on batches without training it.
-template <class Backend>
-int64_t inference_bytes(const ModelConfig& c, const RunSize& run) {
-  using floatX = typename Backend::floatX;
-  const ParameterTable table = make_parameter_table(c, make_layer_plan(c));
-  const int64_t B = run.batch_size, threads = threads_of<Backend>(run);
-  return table.total * static_cast<int64_t>(sizeof(float)) + detail::state_bytes(c, table) +
-         arena_bytes<floatX>(c, B, Use::inference, run.recompute) +
-         Backend::pass_bytes(c, B, Use::inference, threads) + detail::host_bytes(c, table, B) +
-         Backend::program_bytes(threads);
-}
-
-namespace detail {
-
-template <class... Values>
-std::string print(const char* pattern, Values... values) {
-  char text[128];
-  std::snprintf(text, sizeof text, pattern, values...);
-  return text;
-}
-
-inline std::string bytes(int64_t n) {
-  const double mib = static_cast<double>(n) / (1 << 20);
-  return mib < 1024 ? print("%9.2f MiB", mib) : print("%9.2f GiB", mib / 1024);
-}
-
-}  // namespace detail
-
-inline constexpr const char* kMemoryRemedy =
-    "`plan` shows what a run needs: choose a smaller --batch-size, --seq-len or model";
-
-// Refuses what cannot fit. Asking for it would not tell: Linux hands out more memory than it has, and ends
-// the process that comes to use it.
-inline void require_memory(int64_t needed, int64_t available) {
-  if (needed <= available) return;
-  auto gib = [](int64_t n) { return detail::print("%.1f GiB", static_cast<double>(n) / (1 << 30)); };
-  fail("out of memory: ", gib(needed), " needed, the machine has ", gib(available), "; ", kMemoryRemedy);
-}
-
-inline void print_memory(const MemoryEstimate& memory, std::ostream& out) {
-  auto row = [&](const std::string& name, const std::string& value) {
-    out << detail::print("  %-38s", name.c_str()) << value << "\n";
-  };
-  for (const auto& [name, bytes] : memory.groups) {
-    if (bytes > 0) row(name, detail::bytes(bytes));
-  }
-  row("total", detail::bytes(memory.total()));
 }
 
 // ---------------------------------------------------------------------------------------------------
@@ -424,11 +295,16 @@ nlohmann::ordered_json plan_json(const ModelConfig& c, const PlanOptions& o, con
   return out;
 }
 
+// Without --ranks, of one.
+inline RunSize planned_run(const Options& options) {
+  return run_size(options.plan, options.machine.threads, std::max<int64_t>(1, options.plan.ranks));
+}
+
 template <class Backend>
 void print_plan(const Options& options, std::ostream& out) {
   const ModelConfig& c = options.model;
   const PlanOptions& o = options.plan;
-  const RunSize run = run_size(o, options.machine.threads);
+  const RunSize run = planned_run(options);
   if (o.json) {
     out << plan_json<Backend>(c, o, run).dump(2) << "\n";
     return;
@@ -441,7 +317,8 @@ void print_plan(const Options& options, std::ostream& out) {
   if (!o.law.empty()) detail::print_prediction(prediction, o.law, out);
   const int64_t threads = threads_of<Backend>(run);
   out << "\nMemory to train on batches of " << o.batch_size << " x " << c.seq_len << " tokens in fp32, with "
-      << threads << (threads == 1 ? " thread\n" : " threads\n");
+      << threads << (threads == 1 ? " thread" : " threads")
+      << (run.ranks > 1 ? ", on each of " + std::to_string(run.ranks) + " ranks\n" : "\n");
   print_memory(training_memory<Backend>(c, run), out);
 }
 

@@ -151,8 +151,7 @@ using Metadata = std::map<std::string, std::string>;
 //   writer.commit();   // until here there is no file at `path`, or still the old one
 class SafetensorsWriter {
  public:
-  static constexpr int64_t kPiece = int64_t{4}
-                                    << 20;  // bytes of a tensor in memory at a time, by write_pieces
+  static constexpr int64_t kPiece = int64_t{1} << 22;  // bytes of a tensor in memory, by write_pieces
 
   // transformers wants to be told that the tensors are laid out as PyTorch lays them out.
   SafetensorsWriter(const std::string& path, std::vector<TensorInfo> tensors,
@@ -362,6 +361,8 @@ class SafetensorsHeader : public nlohmann::json_sax<nlohmann::json> {
 // An open file. Opening reads and checks the header; tensors are read when asked for.
 class SafetensorsFile {
  public:
+  static constexpr int64_t kPiece = int64_t{1} << 20;  // elements of a tensor in memory, by read_f32_pieces
+
   explicit SafetensorsFile(const std::string& path) : path_(path), file_(open_for_reading(path)) {
     const std::string header = read_header();
     detail::SafetensorsHeader parsed(path);
@@ -419,7 +420,6 @@ class SafetensorsFile {
  private:
   static constexpr const char* kDamaged = detail::SafetensorsHeader::kDamaged;
   static constexpr int64_t kLongestHeader = 100'000'000;  // the format's own limit
-  static constexpr int64_t kPiece = int64_t{1} << 20;     // elements
 
   std::string read_header() {
     const int64_t size = file_size(file_, path_);

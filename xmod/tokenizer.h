@@ -439,7 +439,7 @@ inline Tokenizer load_tokenizer(const std::string& path, int64_t vocab_size) {
   Tokenizer tokenizer = Tokenizer::load(path);
   if (tokenizer.vocab_size() > vocab_size) {
     fail(path, ": ", tokenizer.vocab_size(), " tokens, more than the model's vocabulary of ", vocab_size,
-         "; set --vocab-size to it, or put the tokenizer there that made the training shards");
+         "; put the tokenizer there that made the training shards, or train with a --vocab-size as large");
   }
   return tokenizer;
 }

@@ -2,7 +2,6 @@
 #pragma once
 
 #include <algorithm>
-#include <chrono>
 #include <cmath>
 #include <cstdint>
 #include <cstdio>
@@ -15,93 +14,65 @@
 #include <vector>
 
 #include "dataloader.h"
+#include "xmod/agreement.h"
 #include "xmod/checkpoint.h"
+#include "xmod/communicator.h"
 #include "xmod/evaluate.h"
 #include "xmod/init_from.h"
 #include "xmod/metrics.h"
 #include "xmod/model.h"
 #include "xmod/optimizer.h"
+#include "xmod/optimizer_shares.h"
 #include "xmod/options.h"
 #include "xmod/plan.h"
+#include "xmod/rank_exchange.h"
+#include "xmod/run_length.h"
 #include "xmod/schedule.h"
+#include "xmod/stopwatch.h"
 #include "xmod/tokenizer.h"
 
 namespace xmod {
-
-// Optimizer steps of a run: given, or as many as the compute budget pays for (to the nearest, at least one).
-// What a resumed run has already trained on, perhaps in steps of another size, is taken from the budget.
-inline int64_t resolve_steps(const ModelConfig& model, const TrainOptions& o, const TrainerState& done = {}) {
-  if (o.steps > 0) return o.steps;
-  const double step_tokens = static_cast<double>(o.batch_size * o.grad_accum * model.seq_len);
-  const double tokens = o.compute / training_flops_per_token(model) - static_cast<double>(done.tokens);
-  const double steps = tokens / step_tokens + static_cast<double>(done.step);
-  if (steps > 1e12)
-    usage_error("--compute ", o.compute, " is more than 1e12 steps of this model; choose less");
-  return std::max<int64_t>({1, done.step, std::llround(steps)});
-}
-
-inline int64_t resolve_warmup(const TrainOptions& o, int64_t steps) {
-  return o.warmup_steps >= 0 ? o.warmup_steps : std::min<int64_t>(500, steps / 20);
-}
-
-// Seconds since construction or the last restart.
-class Stopwatch {
- public:
-  double seconds() const { return std::chrono::duration<double>(Clock::now() - start_).count(); }
-  void restart() { start_ = Clock::now(); }
-
- private:
-  using Clock = std::chrono::steady_clock;
-  Clock::time_point start_ = Clock::now();
-};
-
-// "1h02m", "3m05s", "12s"
-inline std::string show_duration(double seconds) {
-  const int64_t s = std::llround(seconds);
-  char text[32];
-  if (s >= 3600) {
-    std::snprintf(text, sizeof text, "%lldh%02lldm", static_cast<long long>(s / 3600),
-                  static_cast<long long>(s / 60 % 60));
-  } else if (s >= 60) {
-    std::snprintf(text, sizeof text, "%lldm%02llds", static_cast<long long>(s / 60),
-                  static_cast<long long>(s % 60));
-  } else {
-    std::snprintf(text, sizeof text, "%llds", static_cast<long long>(s));
-  }
-  return text;
-}
 
 template <class Backend>
 class Trainer {
  public:
   // Reads the data's headers, makes the output directory ready, and only then allocates the model.
-  Trainer(Backend& backend, const Options& options, std::ostream& log)
-      : o_(options.train),
+  // Of several ranks, each reads its own data; the first alone writes: to `log`, and to --out.
+  Trainer(Backend& backend, Communicator& ranks, const Options& options, std::ostream& log)
+      : ranks_(ranks),
+        o_(resolve_grad_accum(options.train, options.model, ranks.size())),
         config_(options.model),
-        log_(log),
+        log_(ranks.is_root() ? log : silence_),
         loader_(TokenShards(o_.train_data, config_.seq_len, config_.vocab_size, "--train-data"),
-                o_.batch_size, static_cast<uint64_t>(o_.seed)),
+                o_.batch_size, static_cast<uint64_t>(o_.seed), ranks.rank(), ranks.size()),
         validation_(open_validation()),
-        resume_from_(find_checkpoint()),
+        resume_from_((require_agreement(), find_checkpoint())),
         model_((announce(backend), backend), config_, o_.batch_size, Use::training, o_.recompute),
-        optimizer_(backend, model_.table, {o_.optimizer, o_.weight_decay, o_.grad_clip}),
+        optimizer_(backend, model_.table, {o_.optimizer, o_.weight_decay, o_.grad_clip}, optimizer_shares(),
+                   static_cast<size_t>(ranks.rank())),
+        exchange_(ranks, model_, optimizer_),
         tokens_(static_cast<size_t>(o_.batch_size * config_.seq_len)),
         targets_(tokens_.size()) {}
 
   void run() {
     start();
-    MetricsLog metrics((std::filesystem::path(o_.out) / "metrics.csv").string(), state_.step,
-                       has_experts(config_.arch));
+    std::optional<MetricsLog> metrics;
+    if (ranks_.is_root()) {
+      metrics.emplace((std::filesystem::path(o_.out) / "metrics.csv").string(), state_.step,
+                      has_experts(config_.arch));
+    }
     while (state_.step < steps_) {
       Stopwatch watch;
+      const double waited = ranks_.waited();
       MetricsRow row = train_step();
       row.tokens_per_second = static_cast<double>(step_tokens()) / watch.seconds();
       train_seconds_ += watch.seconds();
+      waited_seconds_ += ranks_.waited() - waited;
       if (is_due(o_.eval_interval)) evaluate_into(row);
-      metrics.append(row);
+      if (metrics) metrics->append(row);
       print_progress(row);
       if (!is_due(o_.checkpoint_interval)) continue;
-      metrics.sync();
+      if (metrics) metrics->sync();
       save();
     }
   }
@@ -116,8 +87,18 @@ class Trainer {
     return std::make_unique<EvalLoader>(std::move(shards), o_.batch_size, most);
   }
 
+  void require_agreement() {
+    require_same_run(ranks_, config_, o_, loader_.shards(), validation_ ? &validation_->shards() : nullptr);
+  }
+
+  std::vector<OptimizerShare> optimizer_shares() const {
+    if (o_.zero == 0 || ranks_.size() == 1) return {};
+    return share_optimizer(model_.table, make_optimizer_table(model_.table, o_.optimizer), ranks_.size());
+  }
+
   // The newest whole checkpoint in --out, to resume from.
   std::optional<CheckpointEntry> find_checkpoint() {
+    if (!ranks_.is_root()) return std::nullopt;
     create_directories(o_.out);
     lock_ = lock_directory(o_.out);
     recover_checkpoints(o_.out);
@@ -140,8 +121,8 @@ class Trainer {
     log_ << "  " << abbreviated_pattern(config_, make_layer_plan(config_)) << "\n";
     announce_data("training", loader_.shards(), loader_.shards().num_sequences());
     if (validation_) announce_data("validation", validation_->shards(), validation_->num_sequences());
-    log_ << "memory\n";
-    print_memory(training_memory<Backend>(config_, run_size(o_)), log_);
+    log_ << (ranks_.size() > 1 ? "memory of each process\n" : "memory\n");
+    print_memory(training_memory<Backend>(config_, run_size(o_, 0, ranks_.size())), log_);
     log_ << std::flush;
   }
 
@@ -156,25 +137,35 @@ class Trainer {
 
   void start() {
     tokenizer_ = read_tokenizer();
-    if (resume_from_) {
-      state_ = load_checkpoint(resume_from_->directory, model_, optimizer_);
-      if (state_.step != resume_from_->step) {
-        fail(resume_from_->directory, "/trainer.json: step ", state_.step, ", expected ", resume_from_->step,
-             " by the directory's name; give the directory its name back");
-      }
-      loader_.restore(state_.loader);
-      keep_newest_checkpoints(o_.out, o_.keep_checkpoints);  // the run may have ended before it came to that
-      log_ << "resuming from " << resume_from_->directory << "\n";
+    bool resumes = resume_from_.has_value();  // the first rank knows
+    ranks_.broadcast(&resumes, sizeof resumes);
+    if (resumes) {
+      resume();
     } else {
       model_.initialise(static_cast<uint64_t>(o_.seed));
       if (!o_.init_from.empty()) load_first_weights(o_.init_from, model_, log_);
       state_.loader = loader_.state();
       if (o_.resume) log_ << "no checkpoint in " << o_.out << " yet: starting from step 0\n";
     }
+    require_same_weights(ranks_, model_, state_.step);
     first_step_ = state_.step;
-    steps_ = resolve_steps(config_, o_, state_);
+    steps_ = resolve_steps(config_, o_, step_tokens(), state_);
     warmup_ = resolve_warmup(o_, steps_);
     announce_steps();
+  }
+
+  // Only the first rank needs to see the files.
+  void resume() {
+    const std::string directory = resume_from_ ? resume_from_->directory : "";
+    state_ = load_checkpoint(directory, model_, optimizer_, ranks_);
+    if (resume_from_ && state_.step != resume_from_->step) {
+      fail(directory, "/trainer.json: step ", state_.step, ", expected ", resume_from_->step,
+           " by the directory's name; give the directory its name back");
+    }
+    loader_.restore(state_.loader);
+    if (!ranks_.is_root()) return;
+    keep_newest_checkpoints(o_.out, o_.keep_checkpoints);  // the run may have ended before it came to that
+    log_ << "resuming from " << directory << "\n";
   }
 
   void announce_steps() {
@@ -212,7 +203,9 @@ class Trainer {
 
   // --- one step ---
 
-  int64_t step_tokens() const { return o_.batch_size * o_.grad_accum * config_.seq_len; }
+  // Of all ranks.
+  int64_t step_tokens() const { return o_.batch_size * o_.grad_accum * config_.seq_len * ranks_.size(); }
+  int64_t micro_batches() const { return o_.grad_accum * ranks_.size(); }
 
   MetricsRow train_step() {
     const double factor = schedule_factor(o_.lr_schedule, state_.step, steps_, warmup_, o_.final_lr_fraction);
@@ -221,10 +214,13 @@ class Trainer {
     const int64_t step = state_.step + 1;
     const double loss = accumulate_gradients();
     require_finite("loss", loss, step, "the update");
-    const double grad_norm = optimizer_.gradient_norm(model_.grads());
+    const double grad_norm = gradient_norm();
     require_finite("gradient norm", grad_norm, step, "the update");
     optimizer_.update(model_.params(), model_.grads(), grad_norm, step, lr, adamw_lr);
-    const ExpertLoads loads = model_.close_step(step, o_.grad_accum);
+    exchange_.spread_parameters();
+    if (ranks_.size() > 1)
+      model_.sum_over_ranks(ranks_.size(), [&](float* sums, int64_t n) { ranks_.sum(sums, n); });
+    const ExpertLoads loads = model_.close_step(step, micro_batches());
     state_.step = step;
     state_.tokens += step_tokens();
     state_.loader = loader_.state();
@@ -243,14 +239,24 @@ class Trainer {
   // Leaves the gradient of the step's mean loss; returns the loss.
   double accumulate_gradients() {
     model_.zero_gradients();
-    const double share = 1.0 / static_cast<double>(o_.grad_accum);
+    const double share = 1.0 / static_cast<double>(micro_batches());
     double loss = 0;
     for (int64_t micro = 0; micro < o_.grad_accum; micro++) {
       loader_.next_batch(tokens_.data(), targets_.data());
+      if (micro + 1 == o_.grad_accum) exchange_.begin_gradients();
       loss += share * model_.forward_backward(tokens_.data(), targets_.data(), o_.batch_size, config_.seq_len,
                                               static_cast<float>(share));
     }
+    exchange_.finish_gradients();
+    ranks_.sum(&loss, 1);
     return loss;
+  }
+
+  double gradient_norm() {
+    if (!optimizer_.is_shared) return optimizer_.gradient_norm(model_.grads());
+    double sum = optimizer_.shared_sum_of_squares(model_.grads());
+    ranks_.sum(&sum, 1);
+    return std::sqrt(sum);
   }
 
   // Stops before the weights of a diverged step get anywhere: into memory (`before` the update), or into a
@@ -271,14 +277,16 @@ class Trainer {
 
   void evaluate_into(MetricsRow& row) {
     if (!validation_) return;
-    const ValidationLoss loss = evaluate(model_, *validation_, o_.batch_size);
+    const ValidationLoss loss = evaluate(model_, *validation_, o_.batch_size, ranks_);
     require_finite("validation loss", loss.topk + loss.threshold, row.step, "saving");
     row.val_loss_topk = loss.topk;
     row.val_loss_threshold = loss.threshold;
   }
 
   void save() {
-    save_checkpoint(o_.out, model_, optimizer_, state_, tokenizer_);
+    require_same_weights(ranks_, model_, state_.step);
+    save_checkpoint(o_.out, model_, optimizer_, state_, tokenizer_, ranks_);
+    if (!ranks_.is_root()) return;
     keep_newest_checkpoints(o_.out, o_.keep_checkpoints);
   }
 
@@ -289,18 +297,25 @@ class Trainer {
                           state_.step % std::max<int64_t>(1, steps_ / 50) == 0;
     if (!line_due) return;
     const double rate = static_cast<double>(window_steps_ * step_tokens()) / train_seconds_;
+    const double waiting = waited_seconds_ / train_seconds_;
     const double wall_per_step = wall_.seconds() / static_cast<double>(state_.step - first_step_);
     window_steps_ = 0;
-    train_seconds_ = 0;
+    train_seconds_ = waited_seconds_ = 0;
     char text[256];
     std::snprintf(
         text, sizeof text,
-        "step %*lld/%lld | loss %.4f | %slr %.2e | norm %.3f | %.1fk tok/s | %.1f GFLOP/s | %s left",
+        "step %*lld/%lld | loss %.4f | %slr %.2e | norm %.3f | %.1fk tok/s | %.1f GFLOP/s | %s%s left",
         static_cast<int>(std::to_string(steps_).size()), static_cast<long long>(state_.step),
         static_cast<long long>(steps_), row.train_loss, show_validation(row).c_str(), row.lr, row.grad_norm,
-        rate / 1e3, rate * training_flops_per_token(config_) / 1e9,
+        rate / 1e3, rate * training_flops_per_token(config_) / 1e9, show_waiting(waiting).c_str(),
         show_duration(wall_per_step * static_cast<double>(steps_ - state_.step)).c_str());
     log_ << text << "\n" << std::flush;
+  }
+
+  // The share of the time in which this rank did nothing but wait for the others.
+  std::string show_waiting(double share) const {
+    if (ranks_.size() == 1) return "";
+    return std::to_string(std::llround(100 * share)) + "% waiting | ";
   }
 
   std::string show_validation(const MetricsRow& row) const {
@@ -315,8 +330,10 @@ class Trainer {
     return text;
   }
 
+  Communicator& ranks_;
   const TrainOptions o_;
   const ModelConfig config_;
+  std::ostream silence_{nullptr};
   std::ostream& log_;
   TrainLoader loader_;
   std::unique_ptr<EvalLoader> validation_;
@@ -324,13 +341,14 @@ class Trainer {
   std::optional<CheckpointEntry> resume_from_;
   Model<Backend> model_;
   OptimizerState<Backend> optimizer_;
+  RankExchange<Backend> exchange_;
   std::vector<int32_t> tokens_, targets_;                       // (B, T) one micro-batch
   std::vector<std::pair<std::string, std::string>> tokenizer_;  // (name, bytes) to travel with checkpoints
   TrainerState state_;
   int64_t steps_ = 0, warmup_ = 0;
-  int64_t first_step_ = 0;    // of this process
-  int64_t window_steps_ = 0;  // since the last progress line ...
-  double train_seconds_ = 0;  // ... and the time in them
+  int64_t first_step_ = 0;                         // of this process
+  int64_t window_steps_ = 0;                       // since the last progress line ...
+  double train_seconds_ = 0, waited_seconds_ = 0;  // ... and the time in them, and what of it went by waiting
   Stopwatch wall_;
 };
 

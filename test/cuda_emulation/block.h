@@ -9,6 +9,7 @@
 
 #include <algorithm>
 #include <bit>
+#include <cerrno>
 #include <cstdint>
 #include <cstring>
 #include <memory>
@@ -181,6 +182,10 @@ class StaticSharedMemory {
           return 0;
         },
         &found);
+    const char* errno_at = reinterpret_cast<char*>(&errno);
+    if (found.bytes == 0 ||
+        (errno_at >= here() + found.begin && errno_at < here() + found.begin + found.bytes))
+      stop("shared memory needs thread-local storage that the C library does not share: link dynamically");
     return found;
   }
 };

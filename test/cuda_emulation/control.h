@@ -38,6 +38,11 @@ inline void set_device_count(int count) {
   runtime().devices = count;
 }
 
+// What every use of a device returns, such as cudaErrorInsufficientDriver; cudaSuccess: none.
+inline void set_device_error(cudaError_t error) {
+  runtime().device_error = error;
+}
+
 // ---------------------------------------------------------------------------------------------------
 // For cuda_runtime.h
 

@@ -53,6 +53,7 @@ class DeviceMemory {
     used_ -= space;
     drop_pages(found->first - kGuard, space + 2 * kGuard);
     live_.erase(found);
+    leave_behind(live_.empty() ? top_ : live_.begin()->first - kGuard);
     return true;
   }
 
@@ -118,7 +119,7 @@ class DeviceMemory {
         mmap(nullptr, kAddresses + kStep, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
     if (memory == MAP_FAILED) stop("cannot reserve addresses for device memory");
     const auto address = reinterpret_cast<uintptr_t>(memory);
-    begin_ = top_ = end_ = static_cast<char*>(memory) + (kStep - address % kStep) % kStep;
+    begin_ = low_ = top_ = end_ = static_cast<char*>(memory) + (kStep - address % kStep) % kStep;
     madvise(begin_, kAddresses, MADV_HUGEPAGE);
     watch_faults();
   }
@@ -131,13 +132,21 @@ class DeviceMemory {
   }
 
   void protect(int protection) {
-    if (end_ > begin_ && mprotect(begin_, static_cast<size_t>(end_ - begin_), protection) != 0)
+    if (end_ > low_ && mprotect(low_, static_cast<size_t>(end_ - low_), protection) != 0)
       stop("mprotect failed");
   }
 
+  // Nothing lives below an address: it stays closed from now on. Opening it would take longer and longer.
+  void leave_behind(const char* address) {
+    const size_t whole_pages = static_cast<size_t>(address - begin_) / page_bytes() * page_bytes();
+    if (open_ == 0) low_ = begin_ + whole_pages;
+  }
+
+  static size_t page_bytes() { return static_cast<size_t>(sysconf(_SC_PAGESIZE)); }
+
   // Gives whole pages back to the system.
   static void drop_pages(char* data, size_t bytes) {
-    const size_t page = static_cast<size_t>(sysconf(_SC_PAGESIZE));
+    const size_t page = page_bytes();
     const auto address = reinterpret_cast<uintptr_t>(data);
     const uintptr_t first = (address + page - 1) / page * page, last = (address + bytes) / page * page;
     if (last > first) madvise(reinterpret_cast<void*>(first), last - first, MADV_DONTNEED);
@@ -185,6 +194,7 @@ class DeviceMemory {
   }
 
   char* begin_ = nullptr;
+  char* low_ = nullptr;  // where what lives begins
   char* top_ = nullptr;
   char* end_ = nullptr;
   size_t used_ = 0;

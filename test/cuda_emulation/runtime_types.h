@@ -80,6 +80,7 @@ enum cudaStreamCaptureStatus {
 
 constexpr unsigned cudaStreamDefault = 0, cudaStreamNonBlocking = 1;
 constexpr unsigned cudaEventDefault = 0, cudaEventBlockingSync = 1, cudaEventDisableTiming = 2;
+constexpr unsigned cudaEventRecordDefault = 0, cudaEventRecordExternal = 1;
 constexpr unsigned cudaHostAllocDefault = 0, cudaHostAllocPortable = 1;
 
 struct CUstream_st : cuda_emulation::Stream {};

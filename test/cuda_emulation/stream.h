@@ -11,7 +11,7 @@
 
 namespace cuda_emulation {
 
-enum class NodeKind { kernel, copy, fill, library };
+enum class NodeKind { kernel, copy, fill, library, event };
 
 struct Node {
   NodeKind kind;

@@ -132,7 +132,7 @@ struct Deco {
     ExpertGroups& groups = a.groups;
     be.matmul_fp32_forward(a.logit, inp, ctx.weight(router), n, d, E);
     be.deco_route_forward(groups.chosen, a.weight, a.entropy, a.logit, ctx.weight(scale), n, E);
-    groups.group(ctx, n, E, loads);
+    groups.group(ctx, n, E, n * E, loads);
 
     be.column_mean(s.mean_row, ctx.weight(up_proj[0]), E * width, d);
     be.matmul_fp32_forward(a.mean, inp, s.mean_row, n, d, 1);

@@ -2,7 +2,6 @@
 #pragma once
 
 #include <cstdint>
-#include <string>
 #include <vector>
 
 #include "xmod/layers/context.h"
@@ -41,8 +40,8 @@ struct ExpertGroups {
   int32_t* expert = nullptr;        // (pairs) its expert
   int32_t* slot = nullptr;          // (pairs) the grouped row of each pair, by token, then expert
   int64_t* slot_offsets = nullptr;  // (n+1) token i owns slot[slot_offsets[i] .. slot_offsets[i+1])
-  std::vector<int64_t> offsets;  // (E+1) on the host: expert e owns grouped rows offsets[e] .. offsets[e+1]
-  int64_t pairs = 0;
+  int64_t* offsets = nullptr;       // (E+1) expert e owns grouped rows offsets[e] .. offsets[e+1]
+  int64_t pairs = 0;                // at least offsets[E]: what group_by_expert returned
 
   static ExpertGroups carve(Arena& arena, int64_t n, int64_t E, int64_t most_pairs) {
     ExpertGroups g;
@@ -51,38 +50,31 @@ struct ExpertGroups {
     g.expert = arena.take<int32_t>(most_pairs);
     g.slot = arena.take<int32_t>(most_pairs);
     g.slot_offsets = arena.take<int64_t>(n + 1);
-    g.offsets.resize(static_cast<size_t>(E + 1));
+    g.offsets = arena.take<int64_t>(E + 1);
     return g;
   }
 
-  // From `chosen`; notes the loads of a training step.
+  // From `chosen`, at most most_pairs of them; notes the loads of a training step.
   template <class Backend>
-  void group(const LayerContext<Backend>& ctx, int64_t n, int64_t E, int64_t loads) {
-    pairs = ctx.be.group_by_expert(row, expert, slot, slot_offsets, offsets.data(), chosen, n, E);
-    if (ctx.step_sums) ctx.be.add_expert_loads(ctx.step_sums + loads, offsets.data(), E);
+  void group(const LayerContext<Backend>& ctx, int64_t n, int64_t E, int64_t most_pairs, int64_t loads) {
+    pairs = ctx.be.group_by_expert(row, expert, slot, slot_offsets, offsets, chosen, n, E, most_pairs);
+    if (ctx.step_sums) ctx.be.add_expert_loads(ctx.step_sums + loads, offsets, E);
   }
 
   // out (pairs, OC) = inp (pairs, C) W_e^T, each group by its expert's matrix (OC, C)
   template <class Backend, class floatX>
   void matmul_forward(const LayerContext<Backend>& ctx, floatX* out, const floatX* inp,
                       const std::vector<int64_t>& matrices, int64_t C, int64_t OC) const {
-    for (size_t e = 0; e < matrices.size(); e++) {
-      const int64_t first = offsets[e], rows = offsets[e + 1] - first;
-      if (rows == 0) continue;
-      ctx.be.matmul_forward(out + first * OC, inp + first * C, ctx.weight(matrices[e]), rows, C, OC);
-    }
+    ctx.be.expert_matmul_forward(out, inp, ctx.weight(matrices[0]), stride_of(matrices), offsets, pairs,
+                                 ctx.config.experts, C, OC);
   }
 
   // dinp (pairs, C) and the gradient of every expert's matrix
   template <class Backend, class floatX>
   void matmul_backward(const LayerContext<Backend>& ctx, floatX* dinp, const std::vector<int64_t>& matrices,
                        const floatX* dout, const floatX* inp, int64_t C, int64_t OC) const {
-    for (size_t e = 0; e < matrices.size(); e++) {
-      const int64_t first = offsets[e], rows = offsets[e + 1] - first;
-      if (rows == 0) continue;
-      ctx.matmul_backward(Gradient::write, dinp + first * C, matrices[e], dout + first * OC, inp + first * C,
-                          rows, C, OC);
-    }
+    ctx.be.expert_matmul_backward(dinp, ctx.gradient(matrices[0]), dout, inp, ctx.weight(matrices[0]),
+                                  stride_of(matrices), offsets, pairs, ctx.config.experts, C, OC);
   }
 
   // out (pairs, OC) = W_up,e inp of each pair's token, inp (n, d)
@@ -126,6 +118,12 @@ struct ExpertGroups {
     matmul_backward(ctx, s.dweighted, down_proj, s.dgrouped, s.weighted, width, d);
     ctx.be.expert_weight_backward(s.dact, s.dweight, s.dweighted, act, weight, row, expert, pairs, n, E,
                                   width);
+  }
+
+ private:
+  // The experts of a layer are added to the parameter table one like the other: their matrices lie evenly.
+  static int64_t stride_of(const std::vector<int64_t>& matrices) {
+    return matrices.size() > 1 ? matrices[1] - matrices[0] : 0;
   }
 };
 

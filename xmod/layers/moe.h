@@ -110,7 +110,7 @@ struct Moe {
     be.matmul_fp32_forward(a.score, inp, ctx.weight(router), n, d, E);
     be.moe_route_forward(groups.chosen, a.weight, a.score, ctx.buffers + bias, n, E,
                          ctx.config.experts_per_token);
-    groups.group(ctx, n, E, loads);
+    groups.group(ctx, n, E, n * ctx.config.experts_per_token, loads);
     groups.expand_forward(ctx, s.experts, a.gate_up, inp, gate_proj, 2 * width);
     be.swiglu_forward(a.act, a.gate_up, groups.pairs, width);
     for (size_t e = 0; e < shared.size(); e++) shared[e].activate(ctx, a.shared[e], s.shared, inp, n);

@@ -48,12 +48,14 @@ inline cudaError_t cudaPeekAtLastError() {
 // ---------------------------------------------------------------------------------------------------
 // Devices
 
+inline cudaError_t cudaSetDevice(int device);
 inline cudaError_t cudaGetDeviceCount(int* count) {
   *count = cuda_emulation::runtime().devices;
-  return cuda_emulation::runtime().result(*count ? cudaSuccess : cudaErrorNoDevice);
+  return *count ? cudaSetDevice(0) : cuda_emulation::runtime().result(cudaErrorNoDevice);
 }
 inline cudaError_t cudaSetDevice(int device) {
   auto& runtime = cuda_emulation::runtime();
+  if (runtime.device_error != cudaSuccess) return runtime.result(runtime.device_error);
   if (runtime.devices == 0) return runtime.result(cudaErrorNoDevice);
   return runtime.result(device >= 0 && device < runtime.devices ? cudaSuccess : cudaErrorInvalidDevice);
 }
@@ -188,6 +190,13 @@ inline cudaError_t cudaEventRecord(cudaEvent_t event, cudaStream_t stream = null
   event->capture = s.capture;
   if (s.capture) event->captured_work = s.capture->find(&s)->work;
   return cudaSuccess;
+}
+// External: as a node of the graph that the stream is being captured for, it is recorded whenever that runs.
+inline cudaError_t cudaEventRecordWithFlags(cudaEvent_t event, cudaStream_t stream, unsigned flags) {
+  auto& runtime = cuda_emulation::runtime();
+  if (flags != cudaEventRecordExternal || !runtime.stream(stream).capture)
+    return cudaEventRecord(event, stream);
+  return runtime.submit(stream, cuda_emulation::NodeKind::event, [=] { cudaEventRecord(event, stream); });
 }
 inline cudaError_t cudaEventSynchronize(cudaEvent_t event) {
   auto& runtime = cuda_emulation::runtime();
