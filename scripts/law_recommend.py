@@ -41,8 +41,6 @@ class Law:
         self.constants = np.array([law["constants"][name] for name in law_fit.NAMES], float)
         samples = law.get("samples") or [self.constants]
         self.samples = np.array(samples, float)
-        if self.samples.ndim != 2 or self.samples.shape[1] != law_fit.P:
-            fail(f"{path}: its samples are not rows of {law_fit.P} constants; is the file damaged?")
         self.confidence = law.get("confidence", 0.95)
         self.range = law.get("range", {})
         self.backbones = law.get("backbones") or {}
