@@ -167,9 +167,11 @@ def recommendation_text(law, options, found):
              f"A {least.A}, needs {least.memory / 2**30:.2f} GiB; give a smaller --batch-size, --context or backbone")
     best = ranked[0]
     lines = [table(HEADER, [row_of(law, options, c) for c in ranked[:options.top]]), ""]
+    advice = "Train"
     if best.delta >= 0:
         lines.append("No configuration is predicted to be better than the dense model.")
-    lines.append(f"Train K {best.K} A {best.A}: {tie_text(law, ranked)}")
+        advice = "The nearest is"
+    lines.append(f"{advice} K {best.K} A {best.A}: {tie_text(law, ranked)}")
     too_large = [c for c in found if c.memory > memory and c.delta < best.delta]
     if too_large:
         c = min(too_large, key=lambda c: c.delta)

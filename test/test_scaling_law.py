@@ -420,6 +420,13 @@ class PredictTest(CommandTest):
         only, = self.predict("tiny", 256, "--sparsities", 2, "--strides", 7, "--json", "--", "--active-layers", "5")
         self.assertEqual(only, found[1])
 
+    def test_no_advice_to_train_what_is_worse_than_dense(self):
+        law = {**self.law_file(), "samples": []}
+        law["constants"]["e"] = 9
+        (self.path / "worse.json").write_text(json.dumps(law))
+        text = self.law("recommend", "--law", "worse.json", *self.model("--memory", 1000)[2:])
+        self.assertRegex(text, r"\nNo configuration is predicted to be better than the dense model\.\nThe nearest is K \d")
+
     def test_refusals(self):
         self.expect_error(["paper_law.json", "eta_L, rho_L, z, rho_K, rho_A are missing"], "predict", "--law",
                           PAPER, *self.model()[2:])
