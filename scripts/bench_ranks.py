@@ -35,6 +35,8 @@ class Case:
             size, _, zero = text.partition(":")
             self.ranks, self.threads = map(int, size.split("x"))
             self.zero = int(zero or 0)
+            if self.ranks < 1 or self.threads < 1 or self.zero not in (0, 1):
+                raise ValueError
         except ValueError:
             fail(f"--cases {text}: expected ranks x threads, and :0 or :1 for --zero, such as 2x1:1")
         self.text, self.seconds = text, []
@@ -56,6 +58,10 @@ def read_arguments():
     arguments = parser.parse_args()
     if arguments.steps < 2 or arguments.rounds < 1:
         fail("--steps must be 2 at least, --rounds 1")
+    if arguments.sequences < 1 or not 0 < arguments.bandwidth < float("inf"):
+        fail("--sequences must be 1 at least, --bandwidth above 0")
+    if not (ROOT / "train_xmod").exists():
+        fail("no train_xmod here: run make")
     if shutil.which("mpirun") is None:
         fail("no mpirun here: run scripts/install_deps.sh mpi")
     return arguments

@@ -10,7 +10,7 @@
 #   --dry-run     list the stages and their time budgets; needs no GPU
 #
 # Every stage has a time budget and a line of its own; one that fails does not stop the others. Ends with status 0
-# when all went well. DIR/report.md has the results as tables for docs/benchmarks.md.
+# when all went well. DIR/report.md has the results as tables for docs/gpu.md.
 #
 # Needs nvcc, a C++20 compiler, nlohmann/json, GoogleTest and Python with numpy. Where the two libraries cannot be
 # installed, their headers and archives may lie anywhere: CPATH=.../include LIBRARY_PATH=.../lib scripts/gpu_check.sh

@@ -41,8 +41,6 @@ class Law:
         self.constants = np.array([law["constants"][name] for name in law_fit.NAMES], float)
         samples = law.get("samples") or [self.constants]
         self.samples = np.array(samples, float)
-        if self.samples.ndim != 2 or self.samples.shape[1] != law_fit.P:
-            fail(f"{path}: its samples are not rows of {law_fit.P} constants; is the file damaged?")
         self.confidence = law.get("confidence", 0.95)
         self.range = law.get("range", {})
         self.backbones = law.get("backbones") or {}
@@ -169,9 +167,11 @@ def recommendation_text(law, options, found):
              f"A {least.A}, needs {least.memory / 2**30:.2f} GiB; give a smaller --batch-size, --context or backbone")
     best = ranked[0]
     lines = [table(HEADER, [row_of(law, options, c) for c in ranked[:options.top]]), ""]
+    advice = "Train"
     if best.delta >= 0:
         lines.append("No configuration is predicted to be better than the dense model.")
-    lines.append(f"Train K {best.K} A {best.A}: {tie_text(law, ranked)}")
+        advice = "The nearest is"
+    lines.append(f"{advice} K {best.K} A {best.A}: {tie_text(law, ranked)}")
     too_large = [c for c in found if c.memory > memory and c.delta < best.delta]
     if too_large:
         c = min(too_large, key=lambda c: c.delta)

@@ -20,13 +20,16 @@ from dataclasses import dataclass, replace
 
 os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")  # before NumPy comes: the matrices are too small for threads
 
-import numpy as np
+try:
+    import numpy as np
 
-import law_crossval
-import law_fit
-import law_report
-from compare_lists import UserError, run_binary
-from law_runs import Runs, fail
+    import law_crossval
+    import law_fit
+    import law_report
+    from compare_lists import UserError, run_binary
+    from law_runs import Runs, fail
+except ImportError as error:
+    sys.exit(f"law_recovery.py: needs {error.name}: run scripts/install_deps.sh plot, or pip install {error.name}")
 
 HERE = os.path.dirname(os.path.abspath(__file__))
 CHOSEN = {"eta_L": 1.0, "rho_L": 0.6, "z": 0.05, "rho_K": 0.6, "rho_A": 1.0}

@@ -146,8 +146,9 @@ def effect_lines(found):
     rows = []
     for name, title in EFFECTS.items():
         i = NAMES.index(name)
-        sign = "+" if name == "w" else "-"
-        rows.append([title, f"{sign}{found.theta[i]:.4f}", f"{low[i]:.4f} .. {high[i]:.4f}", f"at {at[name]}"])
+        sign = 1 if name == "w" else -1
+        ends = sorted((sign * low[i], sign * high[i]))
+        rows.append([title, f"{sign * found.theta[i]:+.4f}", f"{ends[0]:+.4f} .. {ends[1]:+.4f}", f"at {at[name]}"])
     return [table(["effect", "nats", "interval", ""], rows)]
 
 
@@ -205,4 +206,29 @@ def read_law(path, complete=True):
     missing = [name for name in NAMES if constants.get(name) is None]
     if complete and missing:
         fail(f"{path}: the constants {', '.join(missing)} are missing; fit the law to runs of your own")
+    for part, expected, sound in PARTS_OF_LAW:
+        if part in law and not sound(law[part]):
+            fail(f"{path}: its {part} is no {expected}; give the file that `scaling_law.py fit --out` wrote")
     return law
+
+
+def is_number(value):
+    return isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
+
+
+def are_numbers(value, count):
+    return isinstance(value, list) and len(value) == count and all(map(is_number, value))
+
+
+# What may stand beside the constants.
+PARTS_OF_LAW = (
+    ("samples", f"list of rows of {P} numbers",
+     lambda value: isinstance(value, list) and all(are_numbers(row, P) for row in value)),
+    ("confidence", "number from 0 to 1", lambda value: is_number(value) and 0 <= value <= 1),
+    ("range", "table of pairs of numbers",
+     lambda value: isinstance(value, dict) and all(are_numbers(ends, 2) for ends in value.values())),
+    ("fit", "table with the noise as a number",
+     lambda value: isinstance(value, dict) and (value.get("noise") is None or is_number(value["noise"]))),
+    ("backbones", "table of backbones with their N_act", lambda value: isinstance(value, dict) and all(
+        isinstance(shape, dict) and is_number(shape.get("N_act", 1)) and shape.get("N_act", 1) > 0
+        for shape in value.values())))

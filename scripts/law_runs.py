@@ -82,6 +82,8 @@ def read_rows(path):
         fail(f"cannot read {path}: {error.strerror}; give the runs.csv of a sweep")
     except UnicodeDecodeError:
         fail(f"{path}: not a text file; give the runs.csv of a sweep")
+    if "\0" in text:
+        fail(f"{path}: not a text file, or one that a crash filled with zeros; give the runs.csv of a sweep")
     if not text.strip():
         fail(f"{path}: the file is empty; give the runs.csv of a sweep")
     reader = csv.reader(io.StringIO(text))

@@ -18,16 +18,20 @@ of `train_xmod plan`; predict gives the same for K and A of your choice.
 
 import argparse
 import json
+import math
 import os
 import sys
 
 os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")  # before NumPy comes: the matrices are too small for threads
 
-import law_crossval
-import law_fit
-import law_recommend
-import law_report
-from law_runs import fail, read_runs
+try:
+    import law_crossval
+    import law_fit
+    import law_recommend
+    import law_report
+    from law_runs import fail, read_runs
+except ImportError as error:
+    sys.exit(f"scaling_law.py: needs {error.name}: run scripts/install_deps.sh plot, or pip install {error.name}")
 
 
 def log(text):
@@ -158,7 +162,7 @@ def constant_value(text):
         value = float(number)
     except ValueError:
         raise argparse.ArgumentTypeError(f"{text!r}: expected NAME=VALUE, as rho_A=1") from None
-    if name not in law_fit.NAMES or name in law_fit.EFFECTS and value != 0:
+    if name not in law_fit.NAMES or name in law_fit.EFFECTS and value != 0 or not math.isfinite(value):
         raise argparse.ArgumentTypeError(f"{text!r}: expected e or an exponent, as rho_A=1, or u, w or z at 0")
     return name, value
 
@@ -169,7 +173,7 @@ def constant_bounds(text):
         low, high = map(float, value.split(":"))
     except ValueError:
         raise argparse.ArgumentTypeError(f"{text!r}: expected NAME=LOW:HIGH, as eta_N=-1:2") from None
-    if name not in law_fit.NAMES or name in law_fit.EFFECTS or low >= high:
+    if name not in law_fit.NAMES or name in law_fit.EFFECTS or not -math.inf < low < high < math.inf:
         raise argparse.ArgumentTypeError(f"{text!r}: expected NAME=LOW:HIGH with e or an exponent, LOW below HIGH")
     return name, (low, high)
 
@@ -238,8 +242,13 @@ def add_fit_options(parser):
     parser.add_argument("--seed", type=count(0), default=1, metavar="N", help="of starts and samples (default: 1)")
 
 
+class Parser(argparse.ArgumentParser):
+    def error(self, message):
+        self.exit(2, f"scaling_law.py: {message}; see {self.prog} --help\n")
+
+
 def parse_options():
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = Parser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     commands = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
 
     def command(name, run, text):

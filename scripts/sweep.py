@@ -196,6 +196,8 @@ class Table:
                 text = file.read()
         except FileNotFoundError:
             return []
+        except UnicodeDecodeError:
+            raise UserError(f"{self.path}: not a text file; move it away, or give another --out")
         whole = text[:text.rfind("\n") + 1]  # a row without its end was being written when the machine stopped
         rows = list(csv.reader(whole.splitlines()))
         if rows and rows[0] != COLUMNS:

@@ -178,6 +178,15 @@ class DataTest(FaultsTest):
         (data / "train_0.bin").write_bytes((data / "train_0.bin").read_bytes()[:-2])
         self.expect_refusal(data, ["rank 1", "train_0.bin"])
 
+    def test_other_flags(self):
+        for flag, value in (("--lr", "0.01"), ("--dim", "24"), ("--precision", "bf16")):
+            with self.subTest(flag=flag):
+                since = time.time()
+                first = [BINARY, *self.arguments(2), "--instructions", "portable"]  # which can bf16 anywhere
+                process = self.start_ranks(first, [*first, flag, value])
+                self.expect_end(process, [f"{flag}: rank 1 has {value}", "rank 0 has"], since)
+                self.assertFalse((self.folder / "out" / "metrics.csv").exists(), "nobody trained")
+
     def test_gone_in_the_middle_of_training(self):
         for gone in range(2):
             with self.subTest(rank=gone):

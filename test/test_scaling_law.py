@@ -286,6 +286,13 @@ class CommandTest(unittest.TestCase):
 
 
 class FitTest(CommandTest):
+    def test_effects_lie_within_their_intervals(self):
+        found = re.findall(r"\n  \w+ \w+ +([+-][.\d]+)  ([+-][.\d]+) \.\. ([+-][.\d]+) +at ", self.fitted)
+        self.assertEqual(len(found), 3, self.fitted)
+        for effect, low, high in found:
+            self.assertLess(float(low), float(effect))
+            self.assertLess(float(effect), float(high))
+
     def test_report_and_file(self):
         self.assertIn("108 runs of X-MoD against 6 dense baselines", self.fitted)
         law = self.law_file()
@@ -413,6 +420,13 @@ class PredictTest(CommandTest):
         only, = self.predict("tiny", 256, "--sparsities", 2, "--strides", 7, "--json", "--", "--active-layers", "5")
         self.assertEqual(only, found[1])
 
+    def test_no_advice_to_train_what_is_worse_than_dense(self):
+        law = {**self.law_file(), "samples": []}
+        law["constants"]["e"] = 9
+        (self.path / "worse.json").write_text(json.dumps(law))
+        text = self.law("recommend", "--law", "worse.json", *self.model("--memory", 1000)[2:])
+        self.assertRegex(text, r"\nNo configuration is predicted to be better than the dense model\.\nThe nearest is K \d")
+
     def test_refusals(self):
         self.expect_error(["paper_law.json", "eta_L, rho_L, z, rho_K, rho_A are missing"], "predict", "--law",
                           PAPER, *self.model()[2:])
@@ -426,6 +440,12 @@ class PredictTest(CommandTest):
                            ('{"constants": {"e": "x"}}', "e is \"x\"")):
             (self.path / "bad.json").write_text(text)
             self.expect_error(["bad.json", part], "check", "runs.csv", "--law", "bad.json")
+        for part, values in {"samples": ("x", [[1] * 9], [["a"] * 10], [[None] * 10]), "confidence": ("x", 7, None),
+                             "range": ([1], {"L": [1]}, {"L": "x"}), "fit": ([1], {"noise": "x"}),
+                             "backbones": (["tiny"], {"tiny": 3}, {"tiny": {"N_act": "x"}})}.items():
+            for value in values:
+                (self.path / "bad.json").write_text(json.dumps({**self.law_file(), part: value}))
+                self.expect_error(["bad.json", part], "check", "runs.csv", "--law", "bad.json")
         self.expect_error(["cannot read nowhere.json"], "check", "runs.csv", "--law", "nowhere.json")
 
 
@@ -484,17 +504,24 @@ class BadRunsTest(CommandTest):
         self.expect_error(["cannot read nowhere.csv"], "fit", "nowhere.csv")
         (self.path / "bytes.csv").write_bytes(b"\xff\xfe\x00")
         self.expect_error(["bytes.csv", "not a text file"], "fit", "bytes.csv")
+        (self.path / "bytes.csv").write_text(csv_text(self.rows)[:1500] + "\0" * 100)
+        self.expect_error(["bytes.csv", "not a text file"], "fit", "bytes.csv")
 
     def test_nothing_half_written(self):
         self.expect_error(["cannot write nowhere/law.json"], *self.fit_of(csv_text(self.rows)), "--out",
                           "nowhere/law.json")
 
     def test_usage(self):
-        for words in (["--fix", "u=1"], ["--fix", "rho_A=x"], ["--fix", "rho=1"], ["--bounds", "eta_N=2:1"], ["--starts", "0"],
-                      ["--prior-width", "-1"], ["--routing", "other"]):
-            result = self.run_script("fit", "runs.csv", *words)
-            self.assertEqual(result.returncode, 2)
-            self.assertIn(words[0], result.stderr.splitlines()[-1])
+        for words in (["--fix", "u=1"], ["--fix", "rho_A=x"], ["--fix", "rho=1"], ["--fix", "rho_A=nan"],
+                      ["--bounds", "eta_N=2:1"], ["--bounds", "eta_N=nan:1"], ["--starts", "0"], ["--prior-width", "-1"], ["--routing", "other"]):
+            self.expect_error([words[0]], "fit", "runs.csv", *words, status=2)
+        self.expect_error(["COMMAND"], status=2)
+
+    def test_without_numpy(self):
+        for script in (SCRIPT, SCRIPT.with_name("law_recovery.py")):
+            result = subprocess.run([sys.executable, "-S", "-E", str(script)], capture_output=True, text=True)
+            self.assertRegex(result.stderr, r"\A\w+\.py: needs numpy: [^\n]+\n\Z")
+            self.assertEqual(result.returncode, 1)
 
 
 if __name__ == "__main__":

@@ -329,6 +329,8 @@ class BadInputTest(SweepTest):
         self.expect_error([DENSE, "no --lr, not --lr 0.1"], ONE.replace("--checkpoint", "--lr 0.1 --checkpoint"))
         (self.out / "runs.csv").write_text("name,loss\n")
         self.expect_error(["runs.csv:1: the columns of another kind of table"], ONE)
+        (self.out / "runs.csv").write_bytes(b"\xff\xfe\x00")
+        self.expect_error(["runs.csv", "not a text file"], ONE)
 
     def test_ready_made_grids(self):
         for path in sorted((ROOT / "scripts" / "sweeps").glob("*.toml")):

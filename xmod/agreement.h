@@ -19,7 +19,8 @@
 
 namespace xmod {
 
-using Facts = std::vector<std::pair<std::string, std::string>>;  // what, and how it is
+using Fact = std::pair<std::string, std::string>;  // what, and how it is
+using Facts = std::vector<Fact>;
 
 // Every rank calls this with facts of the same names in the same order.
 inline void require_same(Communicator& ranks, const Facts& facts) {
@@ -66,12 +67,35 @@ inline Facts training_facts(const TrainOptions& o) {
   return facts;
 }
 
+// Those that tell models apart most often, each by its name; behind them all the others at once.
+inline Facts model_facts(const ModelConfig& c) {
+  Facts facts = {{"--arch", arch_name(c.arch)}};
+  auto add = [&](const char* flag, const auto& value) {
+    facts.emplace_back(flag, detail::show_value(value));
+  };
+  add("--vocab-size", c.vocab_size);
+  add("--dim", c.dim);
+  add("--active-layers", c.active_layers);
+  add("--heads", c.heads);
+  add("--kv-heads", c.kv_heads);
+  add("--head-dim", c.head_dim);
+  add("--ffn-dim", c.ffn_dim);
+  add("--seq-len", c.seq_len);
+  add("--token-sparsity", c.token_sparsity);
+  add("--anchor-stride", c.anchor_stride);
+  add("--dense-prefix", c.dense_prefix);
+  facts.emplace_back("the model's flags", config_to_json(c).dump());
+  return facts;
+}
+
 // validation: null where there is none.
 inline void require_same_run(Communicator& ranks, const ModelConfig& model, const TrainOptions& o,
-                             const TokenShards& training, const TokenShards* validation) {
+                             Precision precision, const TokenShards& training,
+                             const TokenShards* validation) {
   if (ranks.size() == 1) return;
   Facts facts = training_facts(o);
-  facts.emplace_back("the model's flags", config_to_json(model).dump());
+  facts.emplace_back("--precision", precision_name(precision));
+  for (Fact& fact : model_facts(model)) facts.push_back(std::move(fact));
   facts.emplace_back("--train-data", training.fingerprint());
   facts.emplace_back("--val-data", validation ? validation->fingerprint() : "none");
   require_same(ranks, facts);

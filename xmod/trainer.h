@@ -42,6 +42,7 @@ class Trainer {
       : ranks_(ranks),
         o_(resolve_grad_accum(options.train, options.model, ranks.size())),
         config_(options.model),
+        precision_(options.machine.precision),
         log_(ranks.is_root() ? log : silence_),
         loader_(TokenShards(o_.train_data, config_.seq_len, config_.vocab_size, "--train-data"),
                 o_.batch_size, static_cast<uint64_t>(o_.seed), ranks.rank(), ranks.size()),
@@ -88,7 +89,8 @@ class Trainer {
   }
 
   void require_agreement() {
-    require_same_run(ranks_, config_, o_, loader_.shards(), validation_ ? &validation_->shards() : nullptr);
+    require_same_run(ranks_, config_, o_, precision_, loader_.shards(),
+                     validation_ ? &validation_->shards() : nullptr);
   }
 
   std::vector<OptimizerShare> optimizer_shares() const {
@@ -333,6 +335,7 @@ class Trainer {
   Communicator& ranks_;
   const TrainOptions o_;
   const ModelConfig config_;
+  const Precision precision_;
   std::ostream silence_{nullptr};
   std::ostream& log_;
   TrainLoader loader_;
