@@ -1,12 +1,14 @@
 """Several ranks of ./train_xmod under mpirun: the same training whatever their number. Skipped, with a line that says
 why, where the program was built without MPI."""
 
+import json
 import math
 import sys
 import unittest
 
 from ranks import EMULATED, RanksTest
-from test_training import DECO, DENSE, MOD, MOE, Safetensors, read_metrics, record, some_text, write_shard
+from test_training import (DECO, DENSE, MOD, MODEL, MOE, Safetensors, flags, read_metrics, record, some_text,
+                           write_shard)
 
 SEQUENCES = 24  # of a step
 ARCHITECTURES = {"dense": DENSE, "xmod": {}, "moe": MOE}
@@ -189,6 +191,32 @@ class RefusalTest(RanksTest):
         _, err = process.communicate(timeout=60)
         self.assertNotEqual(process.returncode, 0)
         self.assertIn("plan runs in one process, 2 were started", err)
+
+
+class MemoryTest(RanksTest):
+    PEAK = """import os, resource, subprocess, sys
+status = subprocess.run(sys.argv[1:]).returncode
+name = "peak_" + (os.environ.get("OMPI_COMM_WORLD_RANK") or os.environ.get("PMI_RANK"))
+open(name, "w").write(str(resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss))
+sys.exit(status)"""
+
+    def test_plan_knows_the_peak_of_a_rank(self):
+        shape = {**MODEL, **DENSE, "dim": 192, "heads": 4, "kv_heads": 2, "head_dim": 48, "ffn_dim": 768,
+                 "vocab_size": 2048, "seq_len": 512, "active_layers": 5, "batch_size": 3, "threads": 1}
+        write_shard(self.folder / "long.bin", [i * i % 256 for i in range(10000)])
+        for ranks, zero in (2, 0), (2, 1), (3, 1):
+            with self.subTest(ranks=ranks, zero=zero):
+                plan = json.loads(self.succeed("plan", *flags(shape), "--json", "--ranks", ranks, "--zero", zero))
+                command = [sys.executable, "-c", self.PEAK, self.binary,
+                           *self.arguments(ranks, **shape, total_batch_tokens=None, train_data=self.folder / "long.bin",
+                                           val_data=self.folder / "long.bin", steps=1, zero=zero,
+                                           out=self.folder / f"out_{ranks}_{zero}")]
+                process = self.start_ranks(*[command] * ranks)
+                _, err = process.communicate(timeout=120)
+                self.assertEqual(process.returncode, 0, err)
+                for rank in range(ranks):
+                    peak = 1024 * int((self.folder / f"peak_{rank}").read_text())
+                    self.assertAlmostEqual(plan["memory"]["total"] / peak, 1, delta=0.05)
 
 
 if __name__ == "__main__":

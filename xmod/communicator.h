@@ -188,6 +188,8 @@ class Communicator {
     std::copy_n(all.data(), n, values);
     for (int64_t i = n; i < n * size_; i++) values[i % n] += all[static_cast<size_t>(i)];
   }
+
+  bool joined_ = false;  // MPI runs
 #else
   void join() {
     const Launch launch = find_launch();
@@ -226,7 +228,6 @@ class Communicator {
     Clock::time_point start_ = Clock::now();
   };
 
-  bool joined_ = false;
   int rank_ = 0, size_ = 1, local_rank_ = 0, local_size_ = 1;
   double waited_ = 0;
 };
