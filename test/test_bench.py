@@ -94,8 +94,9 @@ class GpuBenchTest(unittest.TestCase):
         self.assertEqual([row["model"] for row in report["steps"]["steps"]], names)
         for row in report["steps"]["steps"]:
             passes = report[row["model"]]["passes"]
+            # Passes below a thousandth of the step have no line of their own; under emulation these never are.
             for name in ("matmul_forward", "matmul_dweight", "attention_forward", "attention_backward", "muon_update",
-                         "rmsnorm_add_backward", "crossentropy_forward_backward", "outside the passes"):
+                         "outside the passes"):
                 self.assertIn(name, [line["pass"] for line in passes], row)
             self.assertAlmostEqual(sum(line["of step"] for line in passes), 1, delta=1e-6)
             for line in passes:
