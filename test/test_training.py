@@ -141,10 +141,11 @@ class TrainingTest(unittest.TestCase):
         self.succeed(*self.arguments(out=self.folder / out, **changes))
         return self.folder / out
 
-    def expect_error(self, parts, *arguments, status=1, **options):
-        """One line on stderr that begins with "error: " and has all of `parts`, and the exit status."""
+    def expect_error(self, parts, *arguments, status=1, before="", **options):
+        """One line on stderr that begins with "error: " and has all of `parts`, behind what matches `before`, and the
+        exit status."""
         found, _, err = self.run_binary(*arguments, **options)
-        self.assertRegex(err, r"\Aerror: [^\n]+\n\Z")
+        self.assertRegex(err, rf"\A{before}error: [^\n]+\n\Z")
         for part in [parts] if isinstance(parts, str) else parts:
             self.assertIn(part, err)
         self.assertEqual(found, status, err)
@@ -811,7 +812,8 @@ class RefusedCommandLineTest(TrainingTest):
 
     def test_more_memory_than_there_is(self):
         for changes in {"batch_size": 100000000}, {"dim": 100000, "ffn_dim": 1000000, "vocab_size": 1000000}:
-            self.expect_error(["out of memory", "GiB", "--batch-size"], *self.arguments(**changes))
+            self.expect_error(["out of memory", "GiB", "--batch-size"], *self.arguments(**changes),
+                              before=r"memory\n(  [^\n]+\n)+  total +[^\n]+\n")
             self.assertFalse((self.folder / "out").exists())
 
     def test_memory_that_the_system_refuses(self):
