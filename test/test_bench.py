@@ -100,7 +100,7 @@ class GpuBenchTest(unittest.TestCase):
                 self.assertIn(name, [line["pass"] for line in passes], row)
             self.assertAlmostEqual(sum(line["of step"] for line in passes), 1, delta=1e-6)
             for line in passes:
-                if line["TFLOP/s"]:
+                if line["pass"] in ("matmul_forward", "matmul_dweight"):  # bf16; others have peaks of their own
                     self.assertAlmostEqual(line["of peak"], line["TFLOP/s"] / peak, delta=1e-3 * line["of peak"], msg=line)
             # 10 micro-batches of 2 x 32 tokens and one update
             seconds = 1e-3 * (10 * row["ms a micro-batch"] + row["ms of the optimizer"])
