@@ -61,8 +61,8 @@ TRAIN_CUDA := $(if $(NVCC),$(patsubst %.cu,%cu,$(wildcard train_xmod.cu)))
 FORMATTED := $(wildcard *.cpp *.cu *.h bench/*.cpp bench/*.cu bench/*.h xmod/*.cpp xmod/*.h xmod/layers/*.h test/*.cpp test/*.cu test/*.h \
   test/cuda_emulation/*.h test/cuda_emulation/include/*.h)
 # Tests that are built a second time, for the CUDA backend. The others run there too, in minutes under emulation:
-# make test ON_CUDA='optimizer properties properties_routing generate'
-ON_CUDA ?= passes passes_attention passes_experts passes_routing experts reference
+# make test ON_CUDA='properties properties_routing generate'
+ON_CUDA ?= optimizer passes passes_attention passes_experts passes_routing experts reference
 RECORDED_EMULATED := build/record_cpu.o build/record_cuda_emulated.o build/cpu_matmul.o
 CUDA_TESTS := $(ON_CUDA:%=build/test_cuda_%)
 DEVICE_TESTS := $(ON_CUDA:%=build/test_device_%) $(patsubst %,build/test_device_%,cuda_attention cuda_graph cuda_passes_bf16)

@@ -2,7 +2,6 @@
 #pragma once
 
 #include <algorithm>
-#include <chrono>
 #include <filesystem>
 #include <fstream>
 #include <limits>
@@ -10,16 +9,9 @@
 #include <system_error>
 #include <vector>
 
+#include "xmod/stopwatch.h"
+
 namespace xmod::bench {
-
-class Stopwatch {
- public:
-  double seconds() const { return std::chrono::duration<double>(Clock::now() - start_).count(); }
-
- private:
-  using Clock = std::chrono::steady_clock;
-  Clock::time_point start_ = Clock::now();
-};
 
 // How much of the time this process was kept from the processors by others, as Linux counts it: the mean over
 // `threads` busy threads. NaN where the system does not tell.

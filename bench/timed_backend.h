@@ -108,11 +108,11 @@ Cost attention(int products, double tensors, const Element* q, int64_t nq, int64
           element_bytes(q) * tensors * hd * n * (H + KV)};
 }
 
-// Newton-Schulz steps on matrices whose smaller size is R, the larger L, as xmod/cpu_muon.h takes them: two
-// products of R R L, and of symmetric ones, a half of two of R R L and of fourteen of R R R.
 inline Cost muon(int64_t count, int64_t rows, int64_t cols) {
-  const double R = static_cast<double>(std::min(rows, cols)), L = static_cast<double>(std::max(rows, cols));
-  return {Kind::muon, {count, rows, cols}, count * (6 * R * R * L + 14 * R * R * R), 4 * 5 * count * R * L};
+  return {Kind::muon,
+          {count, rows, cols},
+          static_cast<double>(count * newton_schulz_flops(rows, cols)),
+          4.0 * static_cast<double>(5 * count * rows * cols)};
 }
 
 }  // namespace detail

@@ -13,6 +13,13 @@ using TestBackend = xmod::CudaBackend<float>;
 using TestBackend = xmod::CpuBackend;
 #endif
 
+// Whether a GPU's kernels run on the CPU: right, and thousands of times slower.
+#if defined(XMOD_TEST_CUDA) && !defined(__CUDACC__)
+inline constexpr bool kEmulated = true;
+#else
+inline constexpr bool kEmulated = false;
+#endif
+
 #include <gtest/gtest.h>
 
 #include <bit>
@@ -22,9 +29,10 @@ using TestBackend = xmod::CpuBackend;
 #include <type_traits>
 #include <vector>
 
+#include "normal_numbers.h"
+
 namespace xmod {
 
-using Floats = std::vector<float>;
 using Doubles = std::vector<double>;
 using Ints = std::vector<int32_t>;
 
@@ -63,12 +71,6 @@ template <class T>
 
 // ---------------------------------------------------------------------------------------------------
 // Numbers on the host
-
-inline Floats normal_numbers(int64_t n, uint64_t seed, double deviation = 1) {
-  Floats out(static_cast<size_t>(n));
-  fill_normal(out.data(), n, deviation, seed, stream_of("test"));
-  return out;
-}
 
 // count numbers of 0 .. bound-1
 inline Ints random_ids(int64_t count, int64_t bound, uint64_t seed) {

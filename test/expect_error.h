@@ -1,4 +1,4 @@
-// Errors that a user can cause: one line, exit status 1, and what must be named in it.
+// What a text must name; and errors that a user can cause: one line, exit status 1, with what must be in it.
 #pragma once
 
 #include <gtest/gtest.h>
@@ -11,6 +11,11 @@
 
 namespace xmod {
 
+inline void expect_parts(const std::string& text, const std::vector<std::string>& parts) {
+  for (const std::string& part : parts)
+    EXPECT_NE(text.find(part), std::string::npos) << "'" << part << "' is not in:\n" << text;
+}
+
 inline void expect_error(const std::function<void()>& action, const std::vector<std::string>& parts) {
   try {
     action();
@@ -19,8 +24,7 @@ inline void expect_error(const std::function<void()>& action, const std::vector<
     const std::string message = error.what();
     EXPECT_EQ(error.exit_code, 1);
     EXPECT_EQ(message.find('\n'), std::string::npos) << message;
-    for (const std::string& part : parts)
-      EXPECT_NE(message.find(part), std::string::npos) << "'" << part << "' in '" << message << "'";
+    expect_parts(message, parts);
   }
 }
 

@@ -12,15 +12,14 @@
 #include <string>
 #include <vector>
 
+#include "normal_numbers.h"
 #include "xmod/cpu_matmul.h"
 #include "xmod/cuda_common.h"
-#include "xmod/rng.h"
 
 // A name, because messages can give the names of kernels that the linker knows.
 namespace xmod::emulation_test {
 
 using bf16 = __nv_bfloat16;
-using Floats = std::vector<float>;
 using Ints = std::vector<int>;
 
 // An array on the device.
@@ -46,12 +45,6 @@ class Array {
   size_t size_;
   T* data_ = nullptr;
 };
-
-Floats random_floats(size_t n, uint64_t seed) {
-  Floats out(n);
-  fill_normal(out.data(), static_cast<int64_t>(n), 1, seed, stream_of("test"));
-  return out;
-}
 
 std::vector<bf16> narrowed(const Floats& values) {
   return std::vector<bf16>(values.begin(), values.end());
@@ -588,7 +581,7 @@ __global__ void sums(float* sum, float* most, const float* inp) {
 
 template <int Threads>
 void expect_sums() {
-  const Floats values = random_floats(Threads, 1);
+  const Floats values = normal_numbers(Threads, 1);
   const Array<float> inp(values), sum(Threads), most(Threads);
   Floats first_sum;
   for (uint64_t order : kOrders) {
@@ -697,8 +690,8 @@ void expect_near(const Floats& a, const Floats& b, float bound) {
 }
 
 TEST_F(CudaEmulation, MmaMultipliesMatricesThatLieInLanesAsDocumented) {
-  const std::vector<bf16> a = narrowed(random_floats(16 * 16, 1)), b = narrowed(random_floats(16 * 8, 2));
-  const Floats c = random_floats(16 * 8, 3);
+  const std::vector<bf16> a = narrowed(normal_numbers(16 * 16, 1)), b = narrowed(normal_numbers(16 * 8, 2));
+  const Floats c = normal_numbers(16 * 8, 3);
   std::vector<bf16> a_lanes, b_lanes;
   Floats c_lanes;
   for (int lane = 0; lane < 32; lane++) {
@@ -802,7 +795,7 @@ __global__ void multiply_tiles(float* d, const bf16* a, const bf16* b, int K) {
 
 TEST_F(CudaEmulation, TilesFetchedLoadedAndMultipliedMakeAProduct) {
   constexpr size_t K = 80;
-  const std::vector<bf16> a = narrowed(random_floats(16 * K, 4)), b = narrowed(random_floats(K * 8, 5));
+  const std::vector<bf16> a = narrowed(normal_numbers(16 * K, 4)), b = narrowed(normal_numbers(K * 8, 5));
   const Array<bf16> a_device(a), b_device(b);
   const Array<float> d(16 * 8);
   in_any_order([&] {
@@ -1203,7 +1196,7 @@ constexpr cudaDataType kType = std::is_same_v<T, float> ? CUDA_R_32F : CUDA_R_16
 
 template <class T>
 std::vector<T> random_numbers(size_t n, uint64_t seed) {
-  const Floats values = random_floats(n, seed);
+  const Floats values = normal_numbers(n, seed);
   return std::vector<T>(values.begin(), values.end());
 }
 

@@ -7,19 +7,11 @@
 #include <cstring>
 #include <vector>
 
+#include "normal_numbers.h"
 #include "xmod/gradient_exchange.h"
-#include "xmod/rng.h"
 
 namespace xmod {
 namespace {
-
-using Floats = std::vector<float>;
-
-Floats numbers(int64_t n, uint64_t seed) {
-  Floats out(static_cast<size_t>(n));
-  fill_normal(out.data(), n, 1, seed, stream_of("test"));
-  return out;
-}
 
 TEST(CudaSideStream, AddsAsTheHostDoes) {
   constexpr int kRanks = 4;
@@ -29,7 +21,7 @@ TEST(CudaSideStream, AddsAsTheHostDoes) {
   float* others = side.allocate_device((kRanks - 1) * stride);
   float* result = side.allocate_host(n);
   for (int rank = 0; rank < kRanks; rank++) {
-    Floats mine = numbers(n, 1), theirs = numbers((kRanks - 1) * stride, 2);
+    Floats mine = normal_numbers(n, 1), theirs = normal_numbers((kRanks - 1) * stride, 2);
     side.to_device(own, mine.data(), n);
     side.to_device(others, theirs.data(), (kRanks - 1) * stride);
     side.add_in_rank_order(own, others, stride, rank, kRanks, n);
@@ -44,7 +36,7 @@ TEST(CudaSideStream, AddsAsTheHostDoes) {
 TEST(CudaSideStream, MarksFollowTheCopies) {
   constexpr int64_t n = 300;
   CudaSideStream side;
-  const Floats values = numbers(n, 3);
+  const Floats values = normal_numbers(n, 3);
   float* device = side.allocate_device(n);
   float* host = side.allocate_host(n);
   side.to_device(device, values.data(), n);

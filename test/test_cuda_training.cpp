@@ -7,6 +7,7 @@
 #include <string>
 #include <vector>
 
+#include "small_config.h"
 #include "training_record.h"
 
 namespace xmod {
@@ -16,8 +17,7 @@ constexpr size_t kSteps = 20;
 
 TrainingRun run_of(Arch arch) {
   TrainingRun run;
-  ModelConfig& c = run.config;
-  c.arch = arch;
+  ModelConfig& c = run.config = small_config(arch);
   c.vocab_size = 64;
   c.dim = 32;
   c.active_layers = has_experts(arch) ? 2 : 3;
@@ -26,10 +26,7 @@ TrainingRun run_of(Arch arch) {
   c.head_dim = 16;
   c.ffn_dim = 48;
   c.seq_len = 30;
-  c.token_sparsity = 4;
-  c.anchor_stride = c.dense_prefix = 1;
   if (has_experts(arch)) c.experts = 4, c.expert_dim = 24, c.shared_experts = 1;
-  if (arch == Arch::moe) c.experts_per_token = 2;
   run.B = 2;
   run.seed = 2;
   run.lr = run.adamw_lr = 0.01;

@@ -9,19 +9,11 @@
 #include <vector>
 
 #include "expect_error.h"
-#include "xmod/rng.h"
+#include "normal_numbers.h"
 #include "xmod_common.h"
 
 namespace xmod {
 namespace {
-
-using Floats = std::vector<float>;
-
-Floats numbers(int64_t n, uint64_t seed) {
-  Floats out(static_cast<size_t>(n));
-  fill_normal(out.data(), n, 1, seed, stream_of("test"));
-  return out;
-}
 
 // From the end to the begin, each number once, no message too long.
 void expect_backwards(const std::vector<RankPiece>& pieces, int64_t begin, int64_t end, int ranks) {
@@ -82,7 +74,7 @@ TEST(AddInRankOrder, GivesEveryOwnerTheSameBits) {
   constexpr int kRanks = 5;
   constexpr int64_t n = 9001, stride = 9100;
   std::vector<Floats> of_rank;
-  for (uint64_t rank = 0; rank < kRanks; rank++) of_rank.push_back(numbers(n, rank));
+  for (uint64_t rank = 0; rank < kRanks; rank++) of_rank.push_back(normal_numbers(n, rank));
   Floats expected = of_rank[0], backwards = of_rank[kRanks - 1];
   for (int rank = 1; rank < kRanks; rank++) {
     for (int64_t i = 0; i < n; i++) expected[i] += of_rank[rank][i];

@@ -6,6 +6,7 @@
 #include <sstream>
 
 #include "backend.h"
+#include "expect_error.h"
 
 namespace xmod {
 namespace {
@@ -114,12 +115,6 @@ std::string plan_text(const Options& o) {
 
 nlohmann::json plan_as_json(const ModelConfig& c, double compute = 0, int64_t batch_size = 1) {
   return nlohmann::json::parse(plan_text(plan_options(c, true, compute, batch_size)));
-}
-
-void expect_parts(const std::string& text, const std::vector<std::string>& parts) {
-  for (const std::string& part : parts) {
-    EXPECT_NE(text.find(part), std::string::npos) << "'" << part << "' is not in:\n" << text;
-  }
 }
 
 std::string repeat(int64_t n, const std::string& text) {

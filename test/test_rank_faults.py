@@ -221,16 +221,9 @@ class DiskTest(FaultsTest):
         self.expect_to_go_on(3, **self.RUN)
 
     def test_full_disk(self):
-        out = self.folder / "out"
-        out.mkdir()
-        mount = ["mount", "-t", "tmpfs", "-o", "size=1m", "tmpfs", str(out)]
-        if os.geteuid() != 0 or subprocess.run(mount, stderr=subprocess.DEVNULL).returncode != 0:
-            self.skipTest("only root may mount a small file system")
-        self.addCleanup(subprocess.run, ["umount", str(out)])
+        out = self.mount_small_disk()
         self.finish_alike(2, **{**self.RUN, "steps": 6})
-        filler = out / "filler"
-        free = os.statvfs(out).f_bavail * os.statvfs(out).f_bsize
-        filler.write_bytes(bytes(free - 40000))  # less than a checkpoint
+        filler = self.fill_disk(out)
         since = time.time()
         self.expect_end(self.start_alike(2, **self.RUN, resume=True), ["cannot write", "No space left"], since)
         filler.unlink()

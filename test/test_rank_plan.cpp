@@ -5,6 +5,7 @@
 #include <sstream>
 
 #include "backend.h"
+#include "expect_error.h"
 
 namespace xmod {
 namespace {
@@ -274,12 +275,6 @@ std::string printed(const Options& o) {
 
 nlohmann::json json_of(const Options& o) {
   return nlohmann::json::parse(printed(o));
-}
-
-void expect_parts(const std::string& text, const std::vector<std::string>& parts) {
-  for (const std::string& part : parts) {
-    EXPECT_NE(text.find(part), std::string::npos) << "'" << part << "' is not in:\n" << text;
-  }
 }
 
 int64_t optimizer_bytes(const nlohmann::json& plan) {

@@ -141,6 +141,22 @@ class TrainingTest(unittest.TestCase):
         self.succeed(*self.arguments(out=self.folder / out, **changes))
         return self.folder / out
 
+    def mount_small_disk(self):
+        """The run's directory, on a file system of 1 MiB of its own."""
+        out = self.folder / "out"
+        out.mkdir()
+        mount = ["mount", "-t", "tmpfs", "-o", "size=1m", "tmpfs", str(out)]
+        if os.geteuid() != 0 or subprocess.run(mount, stderr=subprocess.DEVNULL).returncode != 0:
+            self.skipTest("only root may mount a small file system")
+        self.addCleanup(subprocess.run, ["umount", str(out)])
+        return out
+
+    def fill_disk(self, out):
+        """The file that does so: it leaves some 40 kB, less than a checkpoint."""
+        filler = out / "filler"
+        filler.write_bytes(bytes(os.statvfs(out).f_bavail * os.statvfs(out).f_bsize - 40000))
+        return filler
+
     def expect_error(self, parts, *arguments, status=1, before="", **options):
         """One line on stderr that begins with "error: " and has all of `parts`, behind what matches `before`, and the
         exit status."""
@@ -1076,17 +1092,10 @@ class OutputTest(TrainingTest):
         self.check_full(run_into_it, ["cannot write", "step_00000009", "model.safetensors", "file size limit"])
 
     def test_full_disk(self):
-        out = self.folder / "out"
-        out.mkdir()
-        mount = ["mount", "-t", "tmpfs", "-o", "size=1m", "tmpfs", str(out)]
-        if os.geteuid() != 0 or subprocess.run(mount, stderr=subprocess.DEVNULL).returncode != 0:
-            self.skipTest("only root may mount a small file system")
-        self.addCleanup(subprocess.run, ["umount", str(out)])
+        out = self.mount_small_disk()
 
         def run_into_it(arguments, parts):
-            filler = out / "filler"  # leaves some 40 kB, less than a checkpoint
-            free = os.statvfs(out).f_bavail * os.statvfs(out).f_bsize
-            filler.write_bytes(bytes(free - 40000))
+            filler = self.fill_disk(out)
             self.expect_error(parts, *arguments)
             filler.unlink()
         self.check_full(run_into_it, ["cannot write", "step_00000009", "No space left"])

@@ -4,6 +4,7 @@
 
 #include <algorithm>
 #include <cstdint>
+#include <set>
 #include <sstream>
 #include <string>
 #include <utility>
@@ -11,9 +12,8 @@
 
 #include "dataloader.h"
 #include "xmod/communicator.h"
-#include "xmod/config_json.h"
 #include "xmod/fingerprint.h"
-#include "xmod/flag_values.h"
+#include "xmod/flags.h"
 #include "xmod/model.h"
 #include "xmod/options.h"
 
@@ -40,62 +40,29 @@ inline void require_same(Communicator& ranks, const Facts& facts) {
   }
 }
 
-// The options that decide a run.
-inline Facts training_facts(const TrainOptions& o) {
-  Facts facts;
-  auto add = [&](const char* flag, const auto& value) {
-    facts.emplace_back(flag, detail::show_value(value));
-  };
-  add("--batch-size", o.batch_size);
-  add("--grad-accum", o.grad_accum);
-  add("--steps", o.steps);
-  add("--compute", o.compute);
-  add("--optimizer", o.optimizer);
-  add("--lr", o.lr);
-  add("--adamw-lr", o.adamw_lr);
-  add("--weight-decay", o.weight_decay);
-  add("--warmup-steps", o.warmup_steps);
-  add("--lr-schedule", o.lr_schedule);
-  add("--final-lr-fraction", o.final_lr_fraction);
-  add("--grad-clip", o.grad_clip);
-  add("--zero", o.zero);
-  add("--eval-interval", o.eval_interval);
-  add("--eval-batches", o.eval_batches);
-  add("--checkpoint-interval", o.checkpoint_interval);
-  add("--seed", o.seed);
-  facts.emplace_back("--init-from", o.init_from.empty() ? "nothing" : "a checkpoint");
-  return facts;
+// Flags that ranks may have each its own way: where things lie, which are compared by what is in them, and
+// how a rank computes.
+inline bool may_differ(const std::string& flag) {
+  static const std::set<std::string> flags = {"train-data", "val-data", "out",
+                                              "init-from",  "threads",  "instructions"};
+  return flags.count(flag) > 0;
 }
 
-// Those that tell models apart most often, each by its name; behind them all the others at once.
-inline Facts model_facts(const ModelConfig& c) {
-  Facts facts = {{"--arch", arch_name(c.arch)}};
-  auto add = [&](const char* flag, const auto& value) {
-    facts.emplace_back(flag, detail::show_value(value));
-  };
-  add("--vocab-size", c.vocab_size);
-  add("--dim", c.dim);
-  add("--active-layers", c.active_layers);
-  add("--heads", c.heads);
-  add("--kv-heads", c.kv_heads);
-  add("--head-dim", c.head_dim);
-  add("--ffn-dim", c.ffn_dim);
-  add("--seq-len", c.seq_len);
-  add("--token-sparsity", c.token_sparsity);
-  add("--anchor-stride", c.anchor_stride);
-  add("--dense-prefix", c.dense_prefix);
-  facts.emplace_back("the model's flags", config_to_json(c).dump());
+// Of all the other flags of train.
+inline Facts flag_facts(const Options& o) {
+  Facts facts;
+  for (const detail::Flag& flag : detail::flag_table()) {
+    if (detail::of_command(flag, Command::train) && flag.show && !may_differ(flag.name))
+      facts.emplace_back("--" + flag.name, flag.show(o));
+  }
   return facts;
 }
 
 // validation: null where there is none.
-inline void require_same_run(Communicator& ranks, const ModelConfig& model, const TrainOptions& o,
-                             Precision precision, const TokenShards& training,
+inline void require_same_run(Communicator& ranks, const Options& o, const TokenShards& training,
                              const TokenShards* validation) {
   if (ranks.size() == 1) return;
-  Facts facts = training_facts(o);
-  facts.emplace_back("--precision", precision_name(precision));
-  for (Fact& fact : model_facts(model)) facts.push_back(std::move(fact));
+  Facts facts = flag_facts(o);
   facts.emplace_back("--train-data", training.fingerprint());
   facts.emplace_back("--val-data", validation ? validation->fingerprint() : "none");
   require_same(ranks, facts);

@@ -1,4 +1,4 @@
-// Short marks of long data, by which processes find out whether they hold the same.
+// Short marks of long data, by which two copies are told apart without laying them side by side.
 #pragma once
 
 #include <cstddef>

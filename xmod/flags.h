@@ -43,6 +43,7 @@ struct Flag {
   std::string group = {};  // heading in --help
   std::vector<Command> commands = {};
   std::optional<Processor> processor = {};  // of the program that knows the flag; nothing: both do
+  std::function<std::string(const Options&)> show = {};  // the value that it has there; null: sets no field
 };
 
 inline const char* program_on(Processor processor) {
@@ -63,13 +64,18 @@ template <class Part, class T>
 Flag value_flag(const std::string& name, const std::string& metavar, Part Options::*part, T Part::*member,
                 const Range& range, const std::string& help) {
   auto set = [=](Options& o, const std::string& text) { parse_value(name, text, range, o.*part.*member); };
-  return {name, metavar, help, set, show_value(Options{}.*part.*member)};
+  Flag flag{name, metavar, help, set};
+  flag.show = [=](const Options& o) { return show_value(o.*part.*member); };
+  flag.default_text = flag.show(Options{});
+  return flag;
 }
 
 template <class Part>
 Flag switch_flag(const std::string& name, Part Options::*part, bool Part::*member, bool value,
                  const std::string& help) {
-  return {name, "", help, [=](Options& o, const std::string&) { o.*part.*member = value; }};
+  Flag flag{name, "", help, [=](Options& o, const std::string&) { o.*part.*member = value; }};
+  flag.show = [=](const Options& o) { return o.*part.*member == value ? "on" : "off"; };
+  return flag;
 }
 
 // A field of the model: range, default and architectures from the table in config_json.h.

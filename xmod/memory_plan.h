@@ -79,18 +79,20 @@ inline bool is_shared(const RunSize& run) {
   return run.zero > 0 && run.ranks > 1;
 }
 
+// One, where it is not shared.
+inline std::vector<OptimizerShare> planned_shares(const ParameterTable& table, const RunSize& run) {
+  const OptimizerTable optimizer = make_optimizer_table(table, run.optimizer);
+  if (is_shared(run)) return share_optimizer(table, optimizer, run.ranks);
+  return {whole_optimizer(table, optimizer)};
+}
+
 // On the rank that needs most.
 template <class Backend>
-OptimizerMemory optimizer_memory(const ParameterTable& table, const OptimizerTable& optimizer,
-                                 const RunSize& run) {
+OptimizerMemory optimizer_memory(const ParameterTable& table, const std::vector<OptimizerShare>& shares,
+                                 int64_t threads) {
   constexpr int64_t kFloat = sizeof(float);
-  const int64_t threads = threads_of<Backend>(run);
-  if (!is_shared(run)) {
-    return {table.total * kFloat, optimizer.second_moment_total * kFloat,
-            Backend::muon_bytes(muon_shapes(table, optimizer), threads)};
-  }
   OptimizerMemory most{};
-  for (const OptimizerShare& share : share_optimizer(table, optimizer, run.ranks)) {
+  for (const OptimizerShare& share : shares) {
     const OptimizerMemory memory{share.first_moment_total * kFloat, share.second_moment_total * kFloat,
                                  Backend::muon_bytes(muon_shapes(table, share), threads)};
     if (memory.total() > most.total()) most = memory;
@@ -99,14 +101,12 @@ OptimizerMemory optimizer_memory(const ParameterTable& table, const OptimizerTab
 }
 
 // Gradients of other ranks that wait to be added.
-inline int64_t arriving_bytes(const ParameterTable& table, const OptimizerTable& optimizer,
+inline int64_t arriving_bytes(const ParameterTable& table, const std::vector<OptimizerShare>& shares,
                               const RunSize& run) {
   if (run.ranks == 1) return 0;
   const int ranks = static_cast<int>(run.ranks);
-  const std::vector<RankPiece> pieces = is_shared(run)
-                                            ? owned_pieces(table, share_optimizer(table, optimizer, ranks))
-                                            : even_pieces(table.total, ranks);
-  return GradientExchange::bytes(pieces, ranks);
+  return GradientExchange::bytes(
+      is_shared(run) ? owned_pieces(table, shares) : even_pieces(table.total, ranks), ranks);
 }
 
 // Measured with Open MPI 4.1 between processes of one host.
@@ -121,9 +121,9 @@ MemoryEstimate training_memory(const ModelConfig& c, const RunSize& run) {
   using floatX = typename Backend::floatX;
   constexpr int64_t kFloat = sizeof(float);
   const ParameterTable table = make_parameter_table(c, make_layer_plan(c));
-  const OptimizerTable optimizer = make_optimizer_table(table, run.optimizer);
+  const std::vector<OptimizerShare> shares = detail::planned_shares(table, run);
   const int64_t B = run.batch_size, threads = threads_of<Backend>(run);
-  const detail::OptimizerMemory state = detail::optimizer_memory<Backend>(table, optimizer, run);
+  const detail::OptimizerMemory state = detail::optimizer_memory<Backend>(table, shares, threads);
   const Arena arena = measure_activations<floatX>(c, B, c.seq_len, Use::training, run.recompute);
   MemoryEstimate memory;
   memory.groups = {
@@ -138,7 +138,7 @@ MemoryEstimate training_memory(const ModelConfig& c, const RunSize& run) {
       {"evaluation, beyond training", arena_bytes<floatX>(c, B, Use::training, run.recompute) - arena.used()},
       {"working memory of the passes", Backend::pass_bytes(c, B, Use::training, threads)},
       {"working memory of Muon", state.working},
-      {"gradients that other ranks send", detail::arriving_bytes(table, optimizer, run)},
+      {"gradients that other ranks send", detail::arriving_bytes(table, shares, run)},
       {"batches, a piece of a checkpoint", detail::host_bytes(c, table, B)},
       {"MPI", detail::mpi_bytes(run.ranks)},
       {"program, libraries, threads' stacks", Backend::program_bytes(threads)},

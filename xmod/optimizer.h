@@ -50,9 +50,7 @@ inline OptimizerTable make_optimizer_table(const ParameterTable& table, Optimize
     const bool muon = choice == Optimizer::muon && p.optimizer == Optimizer::muon;
     result.optimizer.push_back(muon ? Optimizer::muon : Optimizer::adamw);
     result.second_moment_offset.push_back(muon ? -1 : result.second_moment_total);
-    if (!muon)
-      result.second_moment_total +=
-          (p.size + detail::kAlignment - 1) / detail::kAlignment * detail::kAlignment;
+    if (!muon) result.second_moment_total += detail::padded(p.size);
   }
   return result;
 }
@@ -90,16 +88,25 @@ inline OptimizerShare whole_optimizer(const TensorTable& parameters, const Optim
   return all;
 }
 
-// The matrices that Muon updates, by (rows, cols): their offsets. Equal shapes go to the backend together.
+// The matrices of a share that Muon updates, by (rows, cols): their offsets. Equal shapes go to the backend
+// together.
 using MuonShapes = std::map<std::pair<int64_t, int64_t>, std::vector<int64_t>>;
 
-inline MuonShapes muon_shapes(const ParameterTable& parameters, const OptimizerTable& table) {
+inline MuonShapes muon_shapes(const TensorTable& parameters, const OptimizerShare& share) {
   MuonShapes shapes;
-  for (size_t i = 0; i < parameters.entries.size(); i++) {
-    const Parameter& p = parameters.entries[i];
-    if (table.optimizer[i] == Optimizer::muon) shapes[{p.shape[0], p.shape[1]}].push_back(p.offset);
+  for (const OptimizerPiece& piece : share.pieces) {
+    const Parameter& p = parameters.entries[static_cast<size_t>(piece.entry)];
+    if (piece.second_moment < 0) shapes[{p.shape[0], p.shape[1]}].push_back(p.offset);
   }
   return shapes;
+}
+
+// FLOPs of Newton-Schulz steps on a matrix, as xmod/cpu_muon.h takes them, with R the smaller size and L the
+// larger: two products of 2 R R L FLOPs, and of symmetric ones, a half of two of that size and of fourteen of
+// 2 R R R.
+inline int64_t newton_schulz_flops(int64_t rows, int64_t cols) {
+  const int64_t R = std::min(rows, cols), L = std::max(rows, cols);
+  return 6 * R * R * L + 14 * R * R * R;
 }
 
 template <class Backend>

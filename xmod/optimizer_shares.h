@@ -28,21 +28,10 @@
 
 namespace xmod {
 
-// As xmod/cpu_muon.h takes the five steps, with R the smaller size and L the larger: two products of 2 R R L
-// FLOPs, and of symmetric ones, a half of two of that size and of fourteen of 2 R R R.
-inline int64_t newton_schulz_flops(int64_t rows, int64_t cols) {
-  const int64_t R = std::min(rows, cols), L = std::max(rows, cols);
-  return 6 * R * R * L + 14 * R * R * R;
-}
-
 namespace detail {
 
-// So that a rank's pieces begin where vectors are aligned, and a cut moves no element between a loop over
-// vectors and its remainder: the results are those of an uncut tensor, bit for bit.
-inline int64_t padded(int64_t floats) {
-  return (floats + kAlignment - 1) / kAlignment * kAlignment;
-}
-
+// Pieces are padded so that they begin where vectors are aligned, and a cut moves no element between a loop
+// over vectors and its remainder: the results are those of an uncut tensor, bit for bit.
 class OptimizerDealer {
  public:
   OptimizerDealer(const std::vector<Parameter>& entries, const std::vector<Optimizer>& optimizer,
@@ -198,16 +187,6 @@ class OptimizerDealer {
 };
 
 }  // namespace detail
-
-// The matrices of a share that Muon updates, as those of a whole table.
-inline MuonShapes muon_shapes(const TensorTable& parameters, const OptimizerShare& share) {
-  MuonShapes shapes;
-  for (const OptimizerPiece& piece : share.pieces) {
-    const Parameter& p = parameters.entries[static_cast<size_t>(piece.entry)];
-    if (piece.second_moment < 0) shapes[{p.shape[0], p.shape[1]}].push_back(p.offset);
-  }
-  return shapes;
-}
 
 // One share a rank. Every element of every parameter is in exactly one piece.
 inline std::vector<OptimizerShare> share_optimizer(const TensorTable& parameters, const OptimizerTable& table,

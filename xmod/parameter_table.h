@@ -62,7 +62,11 @@ struct TensorTable {
 
 namespace detail {
 constexpr int64_t kAlignment = 16;  // floats: one cache line
+
+inline int64_t padded(int64_t floats) {
+  return (floats + kAlignment - 1) / kAlignment * kAlignment;
 }
+}  // namespace detail
 
 inline int64_t element_count(const std::vector<int64_t>& shape) {
   int64_t n = 1;
@@ -86,9 +90,7 @@ class TensorAdder {
   }
 
   // Of a tensor that is not fused with the previous one.
-  int64_t next_offset() const {
-    return (table_.total + detail::kAlignment - 1) / detail::kAlignment * detail::kAlignment;
-  }
+  int64_t next_offset() const { return detail::padded(table_.total); }
 
   int64_t matrix(const std::string& name, int64_t out, int64_t in, Init init = Init::matrix,
                  bool fused_with_previous = false) {

@@ -342,6 +342,11 @@ inline std::string show_seconds(double seconds) {
   return seconds < 1 ? print("%9.2f ms", 1e3 * seconds) : print("%9.2f s", seconds);
 }
 
+// Of a column's entry, for use in a sentence.
+inline std::string unpadded(const std::string& entry) {
+  return entry.substr(entry.find_first_not_of(' '));
+}
+
 inline void print_step_time(const RankPlan& plan, std::ostream& out) {
   auto row = [&](const char* name, const std::string& value) {
     out << print("  %-38s", name) << value << "\n";
@@ -350,7 +355,7 @@ inline void print_step_time(const RankPlan& plan, std::ostream& out) {
   row("forward", show_seconds(t.forward));
   row("backward", show_seconds(t.backward));
   row("gradients, behind the backward pass",
-      show_seconds(t.exposed) + " (and" + show_seconds(t.hidden) + " during it)");
+      show_seconds(t.exposed) + " (and " + unpadded(show_seconds(t.hidden)) + " during it)");
   row("optimizer", show_seconds(t.optimizer));
   row("weights to all ranks", show_seconds(t.weights));
   row("step", show_seconds(t.seconds()) + ", " + rounded(plan.tokens_per_second()) + " tokens a second");
@@ -375,7 +380,7 @@ inline void print_rank_plan(const RankPlan& plan, int64_t memory, double device_
   }
   if (device_memory == 0) return;
   const double share = static_cast<double>(memory) / device_memory;
-  row("memory of a rank", print("%9.0f%% of ", 100 * share) + bytes(std::llround(device_memory)) +
+  row("memory of a rank", print("%9.0f%% of ", 100 * share) + unpadded(bytes(std::llround(device_memory))) +
                               (share <= 1 ? ": fits" : ": does not fit"));
 }
 

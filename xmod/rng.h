@@ -8,6 +8,8 @@
 #include <numbers>
 #include <string>
 
+#include "xmod/fingerprint.h"
+
 namespace xmod {
 
 // Philox4x32-10 (Salmon et al. 2011, "Parallel random numbers: as easy as 1, 2, 3"): four 32-bit words.
@@ -48,9 +50,7 @@ inline void fill_normal(float* out, int64_t n, double std, uint64_t seed, uint64
 
 // A stream number from a tensor's name (FNV-1a): a tensor starts the same in every model that has it.
 inline uint64_t stream_of(const std::string& name) {
-  uint64_t hash = 0xcbf29ce484222325;
-  for (unsigned char c : name) hash = (hash ^ c) * 0x100000001b3;
-  return hash;
+  return hash_bytes(name.data(), name.size());
 }
 
 }  // namespace xmod

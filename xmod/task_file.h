@@ -24,6 +24,7 @@
 #include "dataloader.h"
 #include "xmod/error.h"
 #include "xmod/files.h"
+#include "xmod/fingerprint.h"
 #include "xmod/tokenizer.h"
 
 namespace xmod {
@@ -76,12 +77,11 @@ struct TaskFile {
 
 // FNV-1a over the length byte and the bytes of each token: what tells vocabularies apart.
 inline uint64_t fingerprint(const Tokenizer& tokenizer) {
-  uint64_t hash = 0xcbf29ce484222325;
-  auto add = [&](size_t byte) { hash = (hash ^ (byte & 0xff)) * 0x100000001b3; };
+  uint64_t hash = kHashStart;
   for (int32_t id = 0; id < tokenizer.vocab_size(); id++) {
     const std::string_view token = tokenizer.token(id);
-    add(token.size());
-    for (const char byte : token) add(static_cast<unsigned char>(byte));
+    const auto length = static_cast<unsigned char>(token.size());
+    hash = hash_bytes(token.data(), token.size(), hash_bytes(&length, 1, hash));
   }
   return hash;
 }
@@ -120,7 +120,7 @@ class TaskFileReader {
   void require_tokenizer(const Tokenizer& tokenizer) const {
     if (tokenizer_fingerprint() == fingerprint(tokenizer)) return;
     fail(path_, ": its tokens are those of another tokenizer (fingerprint ",
-         hexadecimal(tokenizer_fingerprint()), ", expected ", hexadecimal(fingerprint(tokenizer)),
+         show_hash(tokenizer_fingerprint()), ", expected ", show_hash(fingerprint(tokenizer)),
          "); make it with scripts/prepare_eval.py and --tokenizer-dir CHECKPOINT, for this checkpoint");
   }
 
@@ -150,12 +150,6 @@ class TaskFileReader {
   }
   int32_t header(int64_t field) const { return static_cast<int32_t>(little_endian(at(4 * field), 4)); }
   Task task() const { return static_cast<Task>(header(4)); }
-
-  static std::string hexadecimal(uint64_t value) {
-    char text[32];
-    std::snprintf(text, sizeof text, "%016llx", static_cast<unsigned long long>(value));
-    return text;
-  }
 
   uint32_t read_number() {
     if (next_ + width_ > size()) {

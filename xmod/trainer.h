@@ -42,12 +42,11 @@ class Trainer {
       : ranks_(ranks),
         o_(resolve_grad_accum(options.train, options.model, ranks.size())),
         config_(options.model),
-        precision_(options.machine.precision),
         log_(ranks.is_root() ? log : silence_),
         loader_(TokenShards(o_.train_data, config_.seq_len, config_.vocab_size, "--train-data"),
                 o_.batch_size, static_cast<uint64_t>(o_.seed), ranks.rank(), ranks.size()),
         validation_(open_validation()),
-        resume_from_((require_agreement(), find_checkpoint())),
+        resume_from_((require_agreement(options), find_checkpoint())),
         model_((announce(backend), backend), config_, o_.batch_size, Use::training, o_.recompute),
         optimizer_(backend, model_.table, {o_.optimizer, o_.weight_decay, o_.grad_clip}, optimizer_shares(),
                    static_cast<size_t>(ranks.rank())),
@@ -88,9 +87,8 @@ class Trainer {
     return std::make_unique<EvalLoader>(std::move(shards), o_.batch_size, most);
   }
 
-  void require_agreement() {
-    require_same_run(ranks_, config_, o_, precision_, loader_.shards(),
-                     validation_ ? &validation_->shards() : nullptr);
+  void require_agreement(const Options& options) {
+    require_same_run(ranks_, options, loader_.shards(), validation_ ? &validation_->shards() : nullptr);
   }
 
   std::vector<OptimizerShare> optimizer_shares() const {
@@ -335,7 +333,6 @@ class Trainer {
   Communicator& ranks_;
   const TrainOptions o_;
   const ModelConfig config_;
-  const Precision precision_;
   std::ostream silence_{nullptr};
   std::ostream& log_;
   TrainLoader loader_;
