@@ -92,6 +92,9 @@ class CpuBackend : public CpuExpertPasses {
   static int64_t muon_bytes(const MuonShapes& shapes, int64_t threads) {
     return CpuMuon::bytes(shapes, threads);
   }
+  static int64_t newton_schulz_flops(int64_t rows, int64_t cols) {
+    return xmod::newton_schulz_flops(rows, cols);
+  }
 
   template <class T>
   T* allocate(int64_t n) {

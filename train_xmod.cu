@@ -105,6 +105,11 @@ class CudaBackend {
     return 2 * (updates + grams) * static_cast<int64_t>(sizeof(floatX)) +
            count * MuonMatrices::kMostParts * static_cast<int64_t>(sizeof(double));
   }
+  // Of a matrix: five steps of two products of 2 R R L FLOPs and one of 2 R R R.
+  static int64_t newton_schulz_flops(int64_t rows, int64_t cols) {
+    const int64_t R = std::min(rows, cols), L = std::max(rows, cols);
+    return 20 * R * R * L + 10 * R * R * R;
+  }
 
   template <class T>
   T* allocate(int64_t n) {
@@ -920,7 +925,9 @@ class CudaBackend {
            rate, 1 - h.lr * h.weight_decay);
   }
 
-  // As in train_xmod.cpp, on all matrices x (count, rows, cols) together; returns the result.
+  // The steps of xmod/cpu_muon.h on all matrices x (count, rows, cols) together, but one by one on X itself.
+  // (Among the Gram matrices there is less to do; how far bf16 rounds those was not tried.) Returns the
+  // result.
   const floatX* newton_schulz(floatX* x, int64_t count, int64_t rows, int64_t cols) {
     constexpr float a = 3.4445f, b = -4.7750f, c = 2.0315f;
     const bool tall = rows > cols;

@@ -197,7 +197,7 @@ TEST(Values, EveryModelFlag) {
 TEST(Values, EveryFlagOfTheOtherCommands) {
   const Options of_plan =
       parse(words("plan --compute 1e20 --batch-size 1 --optimizer adamw --recompute ffn "
-                  "--threads 3 --json --ranks 8 --zero 1 --grad-accum 2 --bandwidth 12.5 --device-flops 4e14 "
+                  "--threads 3 --json --ranks 8 --zero 0 --grad-accum 2 --bandwidth 12.5 --device-flops 4e14 "
                   "--device-memory 80"));
   const PlanOptions& plan = of_plan.plan;
   EXPECT_EQ(plan.compute, 1e20);
@@ -207,7 +207,7 @@ TEST(Values, EveryFlagOfTheOtherCommands) {
   EXPECT_EQ(of_plan.machine.threads, 3);
   EXPECT_TRUE(plan.json);
   EXPECT_EQ(plan.ranks, 8);
-  EXPECT_EQ(plan.zero, 1);
+  EXPECT_EQ(plan.zero, 0);
   EXPECT_EQ(plan.grad_accum, 2);
   EXPECT_EQ(plan.bandwidth, 12.5);
   EXPECT_EQ(plan.device_flops, 4e14);

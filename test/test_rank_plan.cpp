@@ -232,6 +232,20 @@ TEST(RankPlan, EfficiencyOnAPerfectNetwork) {
   }
 }
 
+// The largest share's matrices, counted as the backend takes them.
+TEST(RankPlan, NewtonSchulzStepsOfTheBackend) {
+  RankSetup s = setup(2, 1);
+  s.newton_schulz_flops = [](int64_t, int64_t) { return int64_t{1000}; };
+  size_t most = 0;
+  for (const OptimizerShare& share : shares_of(tiny(), 2)) {
+    size_t matrices = 0;
+    for (const auto& [shape, offsets] : muon_shapes(table_of(tiny()), share)) matrices += offsets.size();
+    most = std::max(most, matrices);
+  }
+  EXPECT_GE(most, 7u * 8 / 2);
+  EXPECT_DOUBLE_EQ(plan_ranks(tiny(), s).time.optimizer, 1000.0 * static_cast<double>(most) / kFlops);
+}
+
 TEST(RankPlan, EfficiencyOfEveryModel) {
   std::vector<ModelConfig> models;
   for (const auto& [name, arch] : arch_names()) models.push_back(tiny(arch));

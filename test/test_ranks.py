@@ -157,7 +157,7 @@ class CudaTest(RanksTest):
         return self.folder / out
 
     def test_two_ranks_are_one(self):
-        one, two = (self.run_ranks(ranks, f"{ranks}") for ranks in (1, 2))
+        one, two = (self.run_ranks(ranks, f"{ranks}", zero=0) for ranks in (1, 2))
         for found, expected in zip(read_metrics(two), read_metrics(one), strict=True):
             for column in ("train_loss", "val_loss_topk", "val_loss_threshold"):
                 if expected[column]:

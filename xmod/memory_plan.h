@@ -37,7 +37,7 @@ struct RunSize {
   Recompute recompute = Recompute::none;
   int64_t threads = 0;  // 0: as many as the backend takes by itself
   int64_t ranks = 1;
-  int64_t zero = 0;  // 1: the ranks share out the optimizer's state
+  int64_t zero = 1;  // 1: the ranks share out the optimizer's state
 };
 
 // Of TrainOptions or PlanOptions.

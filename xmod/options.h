@@ -36,7 +36,7 @@ struct TrainOptions {
   int64_t batch_size = 16;         // sequences of one forward and backward pass
   int64_t grad_accum = 1;          // such passes of each rank per optimizer step
   int64_t total_batch_tokens = 0;  // of an optimizer step, all ranks together: sets grad_accum; 0: not given
-  int64_t zero = 0;                // 1: every rank keeps a share of the optimizer's state
+  int64_t zero = 1;                // 1: every rank keeps a share of the optimizer's state; 0: all of it
   int64_t steps = 0;               // exactly one of these two is given
   double compute = 0;              // training FLOPs
   Optimizer optimizer = Optimizer::muon;
@@ -64,7 +64,7 @@ struct PlanOptions {
   Recompute recompute = Recompute::none;
   bool json = false;
   int64_t ranks = 0;               // 0: not asked for; the rest is about several ranks
-  int64_t zero = 0;                // 1: optimizer state shared out
+  int64_t zero = 1;                // as that of training
   int64_t grad_accum = 1;          // micro-batches of a rank in a step
   int64_t total_batch_tokens = 0;  // of a step, all ranks together: sets grad_accum; 0: not given
   double bandwidth = 0;      // GB/s that a rank sends and at once receives; 0: not given, as the next two

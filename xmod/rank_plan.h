@@ -30,6 +30,7 @@ struct RankSetup {
   Recompute recompute = Recompute::none;
   double device_flops = 0;  // that a rank reaches a second
   double bandwidth = 0;     // bytes that a rank sends, and at once receives, a second
+  int64_t (*newton_schulz_flops)(int64_t rows, int64_t cols) = xmod::newton_schulz_flops;  // a backend's
 };
 
 // ---------------------------------------------------------------------------------------------------
@@ -107,9 +108,15 @@ inline std::vector<BackwardStage> backward_stages(const ModelConfig& c, const La
 }
 
 // Of the optimizer step of the rank that has most to do. AdamW's arithmetic is not counted.
-inline double optimizer_flops(const std::vector<OptimizerShare>& shares) {
+inline double optimizer_flops(const ParameterTable& table, const std::vector<OptimizerShare>& shares,
+                              const RankSetup& s) {
   int64_t most = 0;
-  for (const OptimizerShare& share : shares) most = std::max(most, share.muon_flops);
+  for (const OptimizerShare& share : shares) {
+    int64_t flops = 0;
+    for (const auto& [shape, offsets] : muon_shapes(table, share))
+      flops += static_cast<int64_t>(offsets.size()) * s.newton_schulz_flops(shape.first, shape.second);
+    most = std::max(most, flops);
+  }
   return static_cast<double>(most);
 }
 
@@ -267,7 +274,7 @@ class StepPlanner {
     StepTime time;
     time.forward = micro_batches * forward_flops(c_) * tokens / s.device_flops;
     time.backward = micro_batches * backward;
-    time.optimizer = optimizer_flops(all) / s.device_flops;
+    time.optimizer = optimizer_flops(table_, all, s) / s.device_flops;
     if (s.ranks == 1) return time;
     const StepTraffic sent = traffic();
     detail::for_each_link(stages_, table_, s, all, [&](const detail::LinkLoad& load) {
@@ -304,10 +311,18 @@ namespace detail {
 
 constexpr double kGigabyte = 1e9;
 
-inline RankSetup rank_setup(const ModelConfig& c, const PlanOptions& options) {
+template <class Backend>
+RankSetup rank_setup(const ModelConfig& c, const PlanOptions& options) {
   const PlanOptions o = resolve_grad_accum(options, c, options.ranks);
-  return {o.ranks,     o.zero,      o.batch_size,   o.grad_accum,
-          o.optimizer, o.recompute, o.device_flops, o.bandwidth * kGigabyte};
+  return {o.ranks,
+          o.zero,
+          o.batch_size,
+          o.grad_accum,
+          o.optimizer,
+          o.recompute,
+          o.device_flops,
+          o.bandwidth * kGigabyte,
+          Backend::newton_schulz_flops};
 }
 
 inline nlohmann::ordered_json rank_plan_json(const RankPlan& plan, int64_t memory, double device_memory) {
@@ -391,7 +406,7 @@ template <class Backend>
 void print_plan_of_ranks(const Options& options, std::ostream& out) {
   const PlanOptions& o = options.plan;
   if (o.ranks == 0) return print_plan<Backend>(options, out);
-  const RankPlan plan = plan_ranks(options.model, detail::rank_setup(options.model, o));
+  const RankPlan plan = plan_ranks(options.model, detail::rank_setup<Backend>(options.model, o));
   const RunSize run = planned_run(options);
   const int64_t memory = training_memory<Backend>(options.model, run).total();
   const double device_memory = o.device_memory * detail::kGigabyte;
