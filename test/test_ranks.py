@@ -174,6 +174,39 @@ class CudaTest(RanksTest):
                 self.assertLessEqual(normalised_error(values, expected[tensor]), 1e-6, tensor)
 
 
+    def test_shared_fp32_weights(self):
+        """In bf16, --zero 1 shares out the fp32 weights, too: the same losses and files."""
+        for name, architecture in {"xmod": {}, "moe": MOE, "deco": DECO}.items():
+            with self.subTest(name):
+                whole, shared = (self.run_ranks(2, f"{name}_{zero}", zero=zero, precision="bf16", **architecture)
+                                 for zero in (0, 1))
+                self.assert_same_record(shared, record(whole))
+                one = self.run_ranks(1, name, precision="bf16", **architecture)
+                for found, expected in zip(read_metrics(shared), read_metrics(one), strict=True):
+                    self.assertAlmostEqual(float(found["train_loss"]), float(expected["train_loss"]), delta=1e-3)
+
+    def test_shared_fp32_weights_of_a_checkpoint(self):
+        """They are gathered, and go to other ranks, as the optimizer's state does; and --init-from hands them out."""
+        run = {"steps": 4, "precision": "bf16", "lr_schedule": "constant", "warmup_steps": 0, "eval_interval": 2}
+        expected = record(self.run_ranks(2, "whole", zero=0, **run))
+        for before, after in (1, 1), (0, 1), (1, 0):
+            with self.subTest(before=before, after=after):
+                out = f"resumed_{before}{after}"
+                self.run_ranks(2, out, zero=before, **{**run, "steps": 2})
+                self.run_ranks(2, out, zero=after, resume=True, **run)
+                self.assert_same_record(self.folder / out, expected)
+        losses = {}
+        for ranks in (1, 4):
+            self.run_ranks(2, f"then_{ranks}", zero=1, **{**run, "steps": 2})
+            self.run_ranks(ranks, f"then_{ranks}", zero=1, resume=True, **run)
+            losses[ranks] = [float(row["train_loss"]) for row in read_metrics(self.folder / f"then_{ranks}")]
+        for found, expected in zip(losses[4], losses[1], strict=True):
+            self.assertAlmostEqual(found, expected, delta=1e-3)
+        first = self.folder / "whole" / "step_00000004"
+        whole, shared = (self.run_ranks(2, f"from_{zero}", zero=zero, init_from=first, **run) for zero in (0, 1))
+        self.assert_same_record(shared, record(whole))
+
+
 class RefusalTest(RanksTest):
     def expect_usage_error(self, ranks, parts, **changes):
         process = self.start_alike(ranks, **changes)

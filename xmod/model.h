@@ -34,9 +34,8 @@ class Model {
   using floatX = typename Backend::floatX;
 
   // Allocates for batches of up to max_batch sequences of up to config.seq_len tokens. Weights are zero until
-  // initialise() or a checkpoint fills them. masters: the parts of params() that this rank has, where it does
-  // not have all: products then read what use_parameters() and other ranks have put into
-  // backend().product_weights().
+  // initialise() or a checkpoint fills them. masters: the parts of params() that there are, none for all;
+  // what else products need comes from other ranks, to product_weights().
   Model(Backend& backend, const ModelConfig& config, int64_t max_batch, Use use,
         Recompute recompute = Recompute::none, std::vector<NumberRange> masters = {})
       : config(config),

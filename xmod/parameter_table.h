@@ -21,7 +21,8 @@ enum class Init {
   expert_scale,     // 0.1
 };
 
-// How passes read a parameter. Where products run in bf16, those that they alone read are read from a copy.
+// How passes read a parameter. Products in bf16 read a copy, so what they alone read is needed in fp32 only
+// where it is updated.
 enum class Read { in_fp32, by_products_alone };
 
 struct Parameter {
@@ -101,6 +102,7 @@ class TensorAdder {
   // Of a tensor that is not fused with the previous one.
   int64_t next_offset() const { return detail::padded(table_.total); }
 
+  // A layer that reads it in another pass than a product, too, says so.
   int64_t matrix(const std::string& name, int64_t out, int64_t in, Init init = Init::matrix,
                  bool fused_with_previous = false, Read read = Read::by_products_alone) {
     return parameter(name + ".weight", {out, in}, Optimizer::muon, init, fused_with_previous, read);
