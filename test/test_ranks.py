@@ -4,6 +4,7 @@ why, where the program was built without MPI."""
 import json
 import math
 import re
+import subprocess
 import sys
 import unittest
 
@@ -161,6 +162,10 @@ class CudaTest(RanksTest):
         """MiB of the last run's fp32 weights, on the rank that has most."""
         return float(re.search(r"parameters +([\d.]+) MiB", self.log).group(1))
 
+    def plan(self, **options):
+        command = [EMULATED, "plan", "--json", *flags({**MODEL, "ranks": 2, "precision": "bf16", **options})]
+        return json.loads(subprocess.run([*map(str, command)], check=True, capture_output=True).stdout)
+
     def test_two_ranks_are_one(self):
         one, two = (self.run_ranks(ranks, f"{ranks}") for ranks in (1, 2))
         for found, expected in zip(read_metrics(two), read_metrics(one), strict=True):
@@ -187,8 +192,13 @@ class CudaTest(RanksTest):
                 memory = self.weights_memory()
                 shared = self.run_ranks(2, f"{name}_1", zero=1, precision="bf16", **architecture)
                 self.assert_same_record(shared, record(whole))
+                plan = self.plan(zero=1, **architecture)
+                self.assertAlmostEqual(self.weights_memory(), plan["memory"]["parameters"] / 2**20, delta=0.006)
                 if name == "xmod":  # the others' are less than some pages of the emulated device
                     self.assertLess(self.weights_memory(), 0.8 * memory)
+                in_fp32 = self.plan(zero=1, precision="fp32", **architecture)
+                self.assertLess(plan["parallel"]["weight_bytes"], 0.9 * in_fp32["parallel"]["weight_bytes"])
+                self.assertEqual(plan["parallel"]["gradient_bytes"], in_fp32["parallel"]["gradient_bytes"])
                 one = self.run_ranks(1, name, precision="bf16", **architecture)
                 for found, expected in zip(read_metrics(shared), read_metrics(one), strict=True):
                     self.assertAlmostEqual(float(found["train_loss"]), float(expected["train_loss"]), delta=1e-3)

@@ -62,7 +62,7 @@ class DeviceExchange {
 
   void spread_parameters() {
     if (!parameters_) return;
-    // Not every MPI that reads device memory reads such as has holes.
+    // Not every MPI that reads a device's memory reads memory with holes.
     spread(*parameters_, model_.params(), direct_ && model_.has_all_masters);
     if constexpr (Backend::kMixed) {
       if (!product_weights_) return;
