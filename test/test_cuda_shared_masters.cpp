@@ -60,7 +60,7 @@ Floats masters_of(const Bf16Model& model, const OptimizerShare& share) {
 
 class SharedMasters : public ::testing::TestWithParam<NamedConfig> {};
 
-// Whatever a rank does not have lies in a hole, where whoever reads it is stopped.
+// What a rank does not have is in a hole, where whoever reads it is stopped, or not a number (emulated).
 TEST_P(SharedMasters, TrainAsAllMastersDo) {
   Bf16Backend be;
   Bf16Model whole(be, GetParam().config, kBatch, Use::training);
@@ -87,11 +87,21 @@ INSTANTIATE_TEST_SUITE_P(Models, SharedMasters, ::testing::ValuesIn(configs()),
 // ---------------------------------------------------------------------------------------------------
 // Memory
 
-// Large enough that pages of the emulated device are small.
+// So large that pages are small beside its matrices.
 ModelConfig larger_config() {
   ModelConfig c = small_config(Arch::xmod);
-  c.dim = 64, c.ffn_dim = 256, c.heads = 4, c.head_dim = 16;
+  c.dim = kEmulated ? 64 : 1024;
+  c.ffn_dim = 4 * c.dim, c.head_dim = c.dim / c.heads;
   return c;
+}
+
+// On a device others allocate too, and page tables count.
+constexpr double kUncertainty = kEmulated ? 0 : 4 << 20;
+
+int64_t memory_used() {
+  size_t free = 0, total = 0;
+  cuda_check(cudaMemGetInfo(&free, &total));
+  return static_cast<int64_t>(total - free);
 }
 
 int64_t bytes(const MemoryEstimate& memory, const std::string& group) {
@@ -116,22 +126,22 @@ TEST(SharedMastersMemory, IsWhatThePlanSays) {
     int64_t most = 0, masters_of_most = 0;
     for (const OptimizerShare& share : shares_of(table, ranks)) {
       const std::vector<NumberRange> kept = kept_masters(table, share);
-      const auto before = static_cast<int64_t>(cuda_emulation::memory_used());
+      const int64_t before = memory_used();
       const int64_t masters = [&] {
         const DeviceBuffer<Bf16Backend, float> params(be, table.total, kept);
-        return static_cast<int64_t>(cuda_emulation::memory_used()) - before;
+        return memory_used() - before;
       }();
-      EXPECT_EQ(static_cast<int64_t>(cuda_emulation::memory_used()), before) << "not given back";
+      EXPECT_NEAR(memory_used(), before, kUncertainty) << "not given back";
       const int64_t granules = 2 * static_cast<int64_t>(kept.size()) * kSparseGranule;
       EXPECT_LE(masters, 4 * (1.1 * static_cast<double>(table.total) / ranks + in_fp32) + granules);
       const int64_t all = masters + share.bytes() + Bf16Backend::muon_bytes(muon_shapes(table, share), 1);
       if (all > most) most = all, masters_of_most = masters;
     }
     EXPECT_LT(masters_of_most, 4 * table.total * 4 / 5) << "the test shows little";
-    EXPECT_EQ(bytes(plan, "parameters"), masters_of_most);
-    EXPECT_EQ(bytes(plan, "parameters") + bytes(plan, "optimizer: momentum") +
-                  bytes(plan, "optimizer: AdamW's second moments") + bytes(plan, "working memory of Muon"),
-              most);
+    EXPECT_NEAR(bytes(plan, "parameters"), masters_of_most, kUncertainty);
+    EXPECT_NEAR(bytes(plan, "parameters") + bytes(plan, "optimizer: momentum") +
+                    bytes(plan, "optimizer: AdamW's second moments") + bytes(plan, "working memory of Muon"),
+                most, kUncertainty);
     run.zero = 0;
     EXPECT_EQ(bytes(training_memory<Bf16Backend>(c, run), "parameters"), 4 * table.total);
     run.zero = 1;
@@ -146,24 +156,29 @@ TEST(SharedMastersMemory, HolesHoldNothing) {
   be.fill(params.data() + kPage, 2, kPage);  // all of a page that is there
   EXPECT_EQ(download(be, params.data() + 3 * kPage, 2 * kPage), Floats(2 * kPage)) << "zero at first";
   EXPECT_EQ(download(be, params.data() + kPage + 1, 1), Floats{2});
+#ifndef __CUDACC__
   for (const int64_t hole : {int64_t{0}, 2 * kPage, 5 * kPage}) {
     expect_error([&] { download(be, params.data() + hole, 1); }, {"cudaErrorInvalidValue"});
     EXPECT_DEATH(be.fill(params.data() + hole, 1, 1), "access to memory at");
   }
+#endif
 }
+
+#ifndef __CUDACC__
 
 TEST(SharedMastersMemory, IsWholeWhereTheDriverHasNoHoles) {
   Bf16Backend be;
   cuda_emulation::set_virtual_memory(false);
   ::testing::internal::CaptureStderr();
-  const size_t before = cuda_emulation::memory_used();
+  const int64_t before = memory_used();
   const DeviceBuffer<Bf16Backend, float> params(be, 10000, {{0, 10}, {5000, 16}});
   const std::string said = ::testing::internal::GetCapturedStderr();
   cuda_emulation::set_virtual_memory(true);
-  EXPECT_GE(cuda_emulation::memory_used() - before, 40000u);
+  EXPECT_GE(memory_used() - before, 40000);
   EXPECT_EQ(said, "fp32 weights are not shared out: this driver has no virtual memory management\n");
   be.fill(params.data(), 1, 10000);
 }
+#endif
 
 // ---------------------------------------------------------------------------------------------------
 // Agreement

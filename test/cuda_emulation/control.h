@@ -43,10 +43,6 @@ inline void set_virtual_memory(bool has) {
   runtime().has_virtual_memory = has;
 }
 
-inline size_t memory_used() {
-  return runtime().memory.used();
-}
-
 // What every use of a device returns, such as cudaErrorInsufficientDriver; cudaSuccess: none.
 inline void set_device_error(cudaError_t error) {
   runtime().device_error = error;
