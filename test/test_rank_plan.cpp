@@ -413,7 +413,7 @@ TEST(RankPlanText, SaysWhatItKnows) {
   o.plan.grad_accum = 2;
   expect_parts(printed(o),
                {"4,096 tokens in 2 micro-batches a rank", "scaling efficiency", "% of 4 times one rank",
-                "weights to all ranks", "tokens a second", "% of    953.67 MiB: fits"});
+                "weights to all ranks", "tokens a second", "% of 953.67 MiB: fits"});
   o.plan.device_memory = 0.01;
   expect_parts(printed(o), {"9.54 MiB: does not fit"});
   o.plan.ranks = 1;
