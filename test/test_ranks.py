@@ -186,7 +186,8 @@ class CudaTest(RanksTest):
 
     def test_shared_fp32_weights(self):
         """In bf16, --zero 1 shares out the fp32 weights, too: the same losses and files."""
-        for name, architecture in {"xmod": {"dim": 32, "ffn_dim": 96}, "moe": MOE, "deco": DECO}.items():
+        for name, architecture in {"xmod": {"dim": 32, "ffn_dim": 96, "untied_head": True}, "moe": MOE,
+                                   "deco": {**DECO, "optimizer": "adamw"}}.items():
             with self.subTest(name):
                 whole = self.run_ranks(2, f"{name}_0", zero=0, precision="bf16", **architecture)
                 memory = self.weights_memory()
