@@ -65,7 +65,8 @@ FORMATTED := $(wildcard *.cpp *.cu *.h bench/*.cpp bench/*.cu bench/*.h xmod/*.c
 ON_CUDA ?= optimizer passes passes_attention passes_experts passes_routing experts reference
 RECORDED_EMULATED := build/record_cpu.o build/record_cuda_emulated.o build/cpu_matmul.o
 CUDA_TESTS := $(ON_CUDA:%=build/test_cuda_%)
-DEVICE_TESTS := $(ON_CUDA:%=build/test_device_%) $(patsubst %,build/test_device_%,cuda_attention cuda_graph cuda_passes_bf16)
+DEVICE_TESTS := $(ON_CUDA:%=build/test_device_%) $(patsubst %,build/test_device_%,\
+  cuda_attention cuda_graph cuda_passes_bf16 cuda_shared_masters)
 TESTS := $(patsubst test/%.cpp,build/%,$(wildcard test/test_*.cpp)) $(CUDA_TESTS) build/compare_backends_emulated
 
 .PHONY: all report quickstart test test-programs device-test-programs compare bench format format-check clean

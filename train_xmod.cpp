@@ -508,9 +508,9 @@ class CpuBackend : public CpuExpertPasses {
   // ------------------------------------------------------------------------------------------------
   // matrix products
 
-  // The numbers in params (n) are new. A backend whose products read weights of another format makes those
-  // from them; here there are none.
-  void use_parameters(const float* /*params*/, int64_t /*n*/) {}
+  // The numbers in these parts of params (n) are new. A backend whose products read weights of another format
+  // makes those from them; here there are none.
+  void use_parameters(const float* /*params*/, int64_t /*n*/, const std::vector<NumberRange>& /*parts*/) {}
 
   // out = inp weight^T
   void matmul_forward(float* out,           // (n, OC)

@@ -11,9 +11,11 @@
 #include <algorithm>
 #include <cmath>
 #include <cstdint>
+#include <cstdio>
 #include <memory>
 #include <string>
 #include <type_traits>
+#include <utility>
 #include <vector>
 
 #include "xmod/cuda_attention.h"
@@ -28,6 +30,7 @@
 #include "xmod/cuda_routing.h"
 #include "xmod/cuda_rows.h"
 #include "xmod/cuda_side_stream.h"
+#include "xmod/cuda_sparse_memory.h"
 #include "xmod/model.h"
 #include "xmod/optimizer.h"
 #include "xmod/options.h"
@@ -117,11 +120,30 @@ class CudaBackend {
     cuda_check(cudaMalloc(&data, static_cast<size_t>(std::max<int64_t>(n, 1)) * sizeof(T)));
     return data;
   }
+  // n addresses, of which these parts have memory.
+  template <class T>
+  T* allocate_parts(int64_t n, const std::vector<NumberRange>& parts) {
+    constexpr int64_t kWidth = sizeof(T);
+    auto memory = CudaSparseMemory::make(n * kWidth, granules_of(parts, kWidth));
+    if (!memory) {
+      std::fprintf(stderr, "fp32 weights are not shared out: this driver has no virtual memory management\n");
+      return allocate<T>(n);
+    }
+    sparse_memory_.push_back(std::move(memory));
+    return static_cast<T*>(sparse_memory_.back()->data());
+  }
+  static int64_t bytes_of_parts(const std::vector<NumberRange>& parts) {
+    int64_t bytes = 0;
+    for (const NumberRange& run : granules_of(parts, sizeof(float))) bytes += run.size;
+    return bytes;
+  }
   template <class T>
   void release(T* data) {
     allocations_++;
     bf16_weights_.forget(data);
-    cudaFree(data);
+    const auto gone =
+        std::erase_if(sparse_memory_, [&](const auto& memory) { return memory->data() == data; });
+    if (gone == 0) cudaFree(data);
   }
   template <class T>
   void zero(T* data, int64_t n) {
@@ -369,9 +391,17 @@ class CudaBackend {
   // ------------------------------------------------------------------------------------------------
   // matrix products
 
-  // The weights in params (n) are new: those of products are taken from them.
-  void use_parameters(const float* params, int64_t n) {
-    if constexpr (kMixed) convert(bf16_weights_.copy_of(params, n), params, n);
+  // The weights in these parts of params (n) are new: those of products are taken from them.
+  void use_parameters(const float* params, int64_t n, const std::vector<NumberRange>& parts) {
+    if constexpr (kMixed) {
+      floatX* weights = product_weights(params, n);
+      for (const NumberRange& part : parts) convert(weights + part.offset, params + part.offset, part.size);
+    }
+  }
+
+  // (n) what products read in the place of params.
+  floatX* product_weights(const float* params, int64_t n) requires kMixed {
+    return bf16_weights_.copy_of(params, n);
   }
 
   void matmul_forward(floatX* out, const floatX* inp, const float* weight, int64_t n, int64_t C, int64_t OC) {
@@ -731,7 +761,12 @@ class CudaBackend {
 
   template <class Out, class Inp>
   void convert(Out* out, const Inp* inp, int64_t n) {
-    each_number(stream_.get(), convert_kernel<Out, Inp>, (n + kPack - 1) / kPack, out, inp, n);
+    with_pack(
+        kPack,
+        [&](auto N) {
+          each_number(stream_.get(), convert_kernel<N, Out, Inp>, (n + N - 1) / N, out, inp, n);
+        },
+        out, inp);
   }
 
   // ------------------------------------------------------------------------------------------------
@@ -955,6 +990,7 @@ class CudaBackend {
   std::vector<std::unique_ptr<CudaMark>> marks_;
   CudaMatmul matmul_;
   CudaGraph graph_;
+  std::vector<std::unique_ptr<CudaSparseMemory>> sparse_memory_;
   Bf16Weights bf16_weights_{allocations_};
   CudaScratch<unsigned> counters_{allocations_};  // (SumScratch::kCounters) 0 between kernels
   CudaScratch<float> row_sums_{allocations_};

@@ -191,7 +191,8 @@ inline ParameterTable make_parameter_table(const ModelConfig& c, const LayerPlan
   table.lm_head = c.tie_word_embeddings
                       ? table.embed_tokens
                       : TensorAdder(table, "").parameter("lm_head.weight", {c.vocab_size, c.dim},
-                                                         Optimizer::adamw, Init::embedding);
+                                                         Optimizer::adamw, Init::embedding,
+                                                         /*fused=*/false, Read::by_products_alone);
   return table;
 }
 

@@ -199,11 +199,11 @@ TEST(Bf16, MatrixProducts) {
         const int64_t before = 16;
         Floats params(static_cast<size_t>(before + OC * C + 5));
         float* buffer = run.given(params);
-        if (in_parameters) run.be.use_parameters(buffer, before + OC * C + 5);
+        if (in_parameters) run.be.use_parameters(buffer, before + OC * C + 5, {{0, before + OC * C + 5}});
         const Floats weights = numbers(OC * C, 1);
         std::copy(weights.begin(), weights.end(), params.begin() + before);
         run.be.to_device(buffer, params.data(), before + OC * C + 5);
-        if (in_parameters) run.be.use_parameters(buffer, before + OC * C + 5);
+        if (in_parameters) run.be.use_parameters(buffer, before + OC * C + 5, {{0, before + OC * C + 5}});
         const float* weight = buffer + before;
 
         const auto inp = run.activations(numbers(n * C, 2)), dout = run.activations(numbers(n * OC, 3));
@@ -254,7 +254,7 @@ TEST(Bf16, WeightsOfAReleasedBufferAreForgotten) {
   for (const float value : {1.0f, 2.0f, 3.0f}) {
     float* weight = be.allocate<float>(C);
     be.fill(weight, value, C);
-    if (value == 1) be.use_parameters(weight, C);
+    if (value == 1) be.use_parameters(weight, C, {{0, C}});
     be.matmul_forward(out, device_inp, weight, 1, C, 1);
     float found = 0;
     be.to_host(&found, out, 1);

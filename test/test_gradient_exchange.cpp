@@ -69,6 +69,25 @@ TEST(OwnedPieces, AreTheSharesOfTheOptimizer) {
   }
 }
 
+TEST(OwnedPieces, OfThoseThatAreReadAlike) {
+  ModelConfig c;
+  const ParameterTable table = make_parameter_table(c, make_layer_plan(c));
+  const auto shares = share_optimizer(table, make_optimizer_table(table, Optimizer::muon), 3);
+  std::vector<int64_t> offsets[2], all;
+  for (const RankPiece& piece : owned_pieces(table, shares)) all.push_back(piece.offset);
+  for (const Read read : {Read::in_fp32, Read::by_products_alone}) {
+    std::vector<int64_t>& of_read = offsets[read == Read::in_fp32 ? 0 : 1];
+    for (const RankPiece& piece : owned_pieces(table, shares, read)) of_read.push_back(piece.offset);
+    EXPECT_FALSE(of_read.empty());
+    EXPECT_TRUE(std::is_sorted(of_read.rbegin(), of_read.rend()));
+  }
+  EXPECT_NE(std::count(offsets[0].begin(), offsets[0].end(), table.final_norm), 0);
+  std::vector<int64_t> merged;
+  std::merge(offsets[0].begin(), offsets[0].end(), offsets[1].begin(), offsets[1].end(),
+             std::back_inserter(merged), std::greater<>());
+  EXPECT_EQ(merged, all);
+}
+
 // Rank by rank, in fp32: other orders give other bits.
 TEST(AddInRankOrder, GivesEveryOwnerTheSameBits) {
   constexpr int kRanks = 5;

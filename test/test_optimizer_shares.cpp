@@ -303,5 +303,38 @@ TEST(OptimizerShares, OwnersAlternateAlongTheModel) {
   for (const auto& of_layer : owners) EXPECT_GE(of_layer.size(), 4u);
 }
 
+// ---------------------------------------------------------------------------------------------------
+// Weights in fp32, where products read bf16
+
+// What products alone read is on one rank each; the rest is on all.
+TEST(KeptMasters, AreOwnedOrReadInFp32) {
+  for (const Case& c : cases(presets()[0])) {
+    SCOPED_TRACE(c.name);
+    std::vector<int> times(static_cast<size_t>(c.parameters.total));
+    for (const OptimizerShare& share : shares_of(c, 3)) {
+      for (const NumberRange& kept : kept_masters(c.parameters, share)) {
+        for (int64_t i = kept.offset; i < kept.offset + kept.size; i++) times[static_cast<size_t>(i)]++;
+      }
+    }
+    for (const Parameter& p : c.parameters.entries) {
+      const int expected = p.read == Read::in_fp32 ? 3 : 1;
+      const auto begin = times.begin() + p.offset;
+      EXPECT_EQ(std::count(begin, begin + p.size, expected), p.size) << p.name;
+    }
+  }
+}
+
+// Norms, routers, gates, scales and the embedding, of which a row is looked up; all else is only multiplied.
+TEST(KeptMasters, MatricesAreReadByProductsAlone) {
+  for (const Case& c : cases(presets()[0])) {
+    for (const Parameter& p : c.parameters.entries) {
+      const bool averaged = p.name.find("experts.") != std::string::npos && c.name.ends_with("deco") &&
+                            p.name.find("up_proj") != std::string::npos;
+      const bool multiplied = p.optimizer == Optimizer::muon || p.name == "lm_head.weight";
+      EXPECT_EQ(p.read == Read::by_products_alone, multiplied && !averaged) << c.name << " " << p.name;
+    }
+  }
+}
+
 }  // namespace
 }  // namespace xmod

@@ -197,7 +197,8 @@ TEST(Values, EveryModelFlag) {
 TEST(Values, EveryFlagOfTheOtherCommands) {
   const Options of_plan =
       parse(words("plan --compute 1e20 --batch-size 1 --optimizer adamw --recompute ffn "
-                  "--threads 3 --json --ranks 8 --zero 0 --grad-accum 2 --bandwidth 12.5 --device-flops 4e14 "
+                  "--threads 3 --precision bf16 --json --ranks 8 --zero 0 --grad-accum 2 --bandwidth 12.5 "
+                  "--device-flops 4e14 "
                   "--device-memory 80"));
   const PlanOptions& plan = of_plan.plan;
   EXPECT_EQ(plan.compute, 1e20);
@@ -205,6 +206,7 @@ TEST(Values, EveryFlagOfTheOtherCommands) {
   EXPECT_EQ(plan.optimizer, Optimizer::adamw);
   EXPECT_EQ(plan.recompute, Recompute::ffn);
   EXPECT_EQ(of_plan.machine.threads, 3);
+  EXPECT_EQ(of_plan.machine.precision, Precision::bf16);
   EXPECT_TRUE(plan.json);
   EXPECT_EQ(plan.ranks, 8);
   EXPECT_EQ(plan.zero, 0);

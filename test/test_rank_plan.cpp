@@ -134,6 +134,20 @@ TEST(RankPlan, TrafficIsTheLeastThatRanksCanDo) {
   }
 }
 
+// In bf16: all that products alone read travels in two bytes.
+TEST(RankPlan, WeightsTravelAsTheyAreRead) {
+  RankSetup even = setup(4, 1);
+  even.optimizer = Optimizer::adamw;
+  const StepTraffic fp32 = plan_ranks(tiny(), even).traffic;
+  even.product_weight_bytes = 2;
+  const StepTraffic bf16 = plan_ranks(tiny(), even).traffic;
+  EXPECT_EQ(bf16.gradients, fp32.gradients);
+  EXPECT_NEAR(fp32.weights, 3 * kModel, 0.001 * fp32.weights);
+  // An uneven rest: the embedding and the norms, which keep four bytes, lie on the first ranks.
+  EXPECT_GE(bf16.weights, 3 * (2 * kModel + 2.0 * (kModel - 8 * kMatrices)) / 4);
+  EXPECT_LE(bf16.weights, 0.75 * fp32.weights);
+}
+
 // Whole matrices are uneven: what counts is the rank with most.
 TEST(RankPlan, TheBusiestOwnerIsShown) {
   const ModelConfig c = tiny(Arch::xmod);

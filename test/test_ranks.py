@@ -3,6 +3,8 @@ why, where the program was built without MPI."""
 
 import json
 import math
+import re
+import subprocess
 import sys
 import unittest
 
@@ -153,8 +155,16 @@ class CudaTest(RanksTest):
     RUN = {"steps": 3, "eval_interval": 3, "eval_batches": 0, "checkpoint_interval": 0, "total_batch_tokens": None}
 
     def run_ranks(self, ranks, out, **changes):
-        self.finish_alike(ranks, **{**self.RUN, "out": out, "batch_size": 4 // ranks, **changes})
+        self.log = self.finish_alike(ranks, **{**self.RUN, "out": out, "batch_size": 4 // ranks, **changes})
         return self.folder / out
+
+    def weights_memory(self):
+        """MiB of the last run's fp32 weights, on the rank that has most."""
+        return float(re.search(r"parameters +([\d.]+) MiB", self.log).group(1))
+
+    def plan(self, **options):
+        command = [EMULATED, "plan", "--json", *flags({**MODEL, "ranks": 2, "precision": "bf16", **options})]
+        return json.loads(subprocess.run([*map(str, command)], check=True, capture_output=True).stdout)
 
     def test_two_ranks_are_one(self):
         one, two = (self.run_ranks(ranks, f"{ranks}", zero=0) for ranks in (1, 2))
@@ -172,6 +182,49 @@ class CudaTest(RanksTest):
             expected = tensors(one / "step_00000001", "optimizer")
             for tensor, values in tensors(two / "step_00000001", "optimizer").items():
                 self.assertLessEqual(normalised_error(values, expected[tensor]), 1e-6, tensor)
+
+
+    def test_shared_fp32_weights(self):
+        """In bf16, --zero 1 shares out the fp32 weights, too: the same losses and files."""
+        for name, architecture in {"xmod": {"dim": 32, "ffn_dim": 96, "untied_head": True}, "moe": MOE,
+                                   "deco": {**DECO, "optimizer": "adamw"}}.items():
+            with self.subTest(name):
+                whole = self.run_ranks(2, f"{name}_0", zero=0, precision="bf16", **architecture)
+                memory = self.weights_memory()
+                shared = self.run_ranks(2, f"{name}_1", zero=1, precision="bf16", **architecture)
+                self.assert_same_record(shared, record(whole))
+                plan = self.plan(zero=1, **architecture)
+                self.assertAlmostEqual(self.weights_memory(), plan["memory"]["parameters"] / 2**20, delta=0.006)
+                if name == "xmod":  # the others' are less than some pages of the emulated device
+                    self.assertLess(self.weights_memory(), 0.8 * memory)
+                in_fp32 = self.plan(zero=1, precision="fp32", **architecture)
+                self.assertLess(plan["parallel"]["weight_bytes"], 0.9 * in_fp32["parallel"]["weight_bytes"])
+                self.assertEqual(plan["parallel"]["gradient_bytes"], in_fp32["parallel"]["gradient_bytes"])
+                one = self.run_ranks(1, name, precision="bf16", **architecture)
+                for found, expected in zip(read_metrics(shared), read_metrics(one), strict=True):
+                    self.assertAlmostEqual(float(found["train_loss"]), float(expected["train_loss"]), delta=1e-3)
+
+    def test_shared_fp32_weights_of_a_checkpoint(self):
+        """They are gathered, and go to other ranks, as the optimizer's state does; and --init-from hands them out."""
+        run = {"steps": 4, "precision": "bf16", "lr_schedule": "constant", "warmup_steps": 0, "eval_interval": 2,
+               "checkpoint_interval": 2}
+        expected = record(self.run_ranks(2, "whole", zero=0, **run))
+        for before, after in (1, 1), (0, 1), (1, 0):
+            with self.subTest(before=before, after=after):
+                out = f"resumed_{before}{after}"
+                self.run_ranks(2, out, zero=before, **{**run, "steps": 2})
+                self.run_ranks(2, out, zero=after, resume=True, **run)
+                self.assert_same_record(self.folder / out, expected)
+        losses = {}
+        for ranks in (1, 4):
+            self.run_ranks(2, f"then_{ranks}", zero=1, **{**run, "steps": 2})
+            self.run_ranks(ranks, f"then_{ranks}", zero=1, resume=True, **run)
+            losses[ranks] = [float(row["train_loss"]) for row in read_metrics(self.folder / f"then_{ranks}")]
+        for found, expected in zip(losses[4], losses[1], strict=True):
+            self.assertAlmostEqual(found, expected, delta=1e-3)
+        first = self.folder / "whole" / "step_00000004"
+        whole, shared = (self.run_ranks(2, f"from_{zero}", zero=zero, init_from=first, **run) for zero in (0, 1))
+        self.assert_same_record(shared, record(whole))
 
 
 class RefusalTest(RanksTest):

@@ -68,15 +68,32 @@ inline void require_same_run(Communicator& ranks, const Options& o, const TokenS
   require_same(ranks, facts);
 }
 
+// Of n numbers of the device.
+template <class Backend, class Number>
+uint64_t hash_of_device(Backend& be, const Number* device, int64_t n, uint64_t hash) {
+  constexpr int64_t kPiece = int64_t{1} << 20;
+  std::vector<Number> host(static_cast<size_t>(std::min(kPiece, n)));
+  for (int64_t first = 0; first < n; first += kPiece) {
+    const int64_t count = std::min(kPiece, n - first);
+    be.to_host(host.data(), device + first, count);
+    hash = hash_numbers(host.data(), count, hash);
+  }
+  return hash;
+}
+
+// Of each as all ranks have it: where they share out fp32 weights, in the format in which it is read.
 template <class Backend>
 uint64_t hash_parameters(const Model<Backend>& model) {
-  constexpr int64_t kPiece = int64_t{1} << 20;
-  std::vector<float> host(static_cast<size_t>(std::min(kPiece, model.table.total)));
+  Backend& be = model.backend();
   uint64_t hash = kHashStart;
-  for (int64_t first = 0; first < model.table.total; first += kPiece) {
-    const int64_t n = std::min(kPiece, model.table.total - first);
-    model.backend().to_host(host.data(), model.params() + first, n);
-    hash = hash_floats(host.data(), n, hash);
+  for (const Parameter& p : model.table.entries) {
+    if constexpr (sizeof(typename Backend::floatX) < sizeof(float)) {
+      if (!model.has_all_masters && p.read == Read::by_products_alone) {
+        hash = hash_of_device(be, model.product_weights() + p.offset, p.size, hash);
+        continue;
+      }
+    }
+    hash = hash_of_device(be, model.params() + p.offset, p.size, hash);
   }
   return hash;
 }

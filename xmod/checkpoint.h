@@ -177,44 +177,85 @@ void load_all_tensors(const WeightFiles& files, Backend& be, const std::vector<S
   require_no_others(files, tensor_names(tensors));
 }
 
+// What this rank has of a parameter.
+template <class Backend>
+StoredTensor kept_tensor(const std::string& name, const Model<Backend>& model, const Parameter& p) {
+  StoredTensor tensor{name, p.shape, {}};
+  model.for_each_master(p, [&](int64_t begin, int64_t end) {
+    tensor.parts.push_back({begin, end - begin, kEveryRank, model.params() + p.offset + begin});
+  });
+  return tensor;
+}
+
+template <class Backend>
+void add_buffers(std::vector<StoredTensor>& tensors, const Model<Backend>& model) {
+  for (const Buffer& b : model.table.buffers)
+    tensors.push_back(whole_tensor(b.name, b.shape, model.buffers() + b.offset));
+}
+
 template <class Backend>
 std::vector<StoredTensor> model_tensors(const Model<Backend>& model) {
   std::vector<StoredTensor> tensors;
-  for (const Parameter& p : model.table.entries) {
-    tensors.push_back(whole_tensor(p.name, p.shape, model.params() + p.offset));
-  }
-  for (const Buffer& b : model.table.buffers)
-    tensors.push_back(whole_tensor(b.name, b.shape, model.buffers() + b.offset));
+  for (const Parameter& p : model.table.entries) tensors.push_back(kept_tensor(p.name, model, p));
+  add_buffers(tensors, model);
   return tensors;
+}
+
+// A number for each element of each parameter, kept by the rank that updates it: the parts of the tensor of
+// each parameter. place(piece): where a piece's lie on the device of `rank`.
+template <class Backend, class Place>
+std::vector<std::vector<StoredPart>> parts_of_owners(const OptimizerState<Backend>& optimizer, int rank,
+                                                     Place place) {
+  std::vector<std::vector<StoredPart>> parts(optimizer.table.optimizer.size());
+  for (size_t r = 0; r < optimizer.shares.size(); r++) {
+    const bool here = !optimizer.is_shared || static_cast<int>(r) == rank;
+    const int owner = optimizer.is_shared ? static_cast<int>(r) : kEveryRank;
+    for (const OptimizerPiece& p : optimizer.shares[r].pieces)
+      parts[static_cast<size_t>(p.entry)].push_back({p.first, p.size, owner, here ? place(p) : nullptr});
+  }
+  for (std::vector<StoredPart>& of_tensor : parts) {
+    std::sort(of_tensor.begin(), of_tensor.end(),
+              [](const StoredPart& a, const StoredPart& b) { return a.first < b.first; });
+  }
+  return parts;
 }
 
 // rank: whose device is meant.
 template <class Backend>
+std::vector<StoredTensor> model_tensors(const Model<Backend>& model, const OptimizerState<Backend>& optimizer,
+                                        int rank) {
+  if (model.has_all_masters) return model_tensors(model);
+  const std::vector<Parameter>& entries = model.table.entries;
+  auto masters = parts_of_owners(optimizer, rank, [&](const OptimizerPiece& p) {
+    return model.params() + entries[static_cast<size_t>(p.entry)].offset + p.first;
+  });
+  std::vector<StoredTensor> tensors;
+  for (size_t i = 0; i < entries.size(); i++) {
+    const Parameter& p = entries[i];
+    const bool is_shared = p.read == Read::by_products_alone;
+    tensors.push_back(is_shared ? StoredTensor{p.name, p.shape, std::move(masters[i])}
+                                : kept_tensor(p.name, model, p));
+  }
+  add_buffers(tensors, model);
+  return tensors;
+}
+
+template <class Backend>
 std::vector<StoredTensor> optimizer_tensors(const Model<Backend>& model,
                                             const OptimizerState<Backend>& optimizer, int rank) {
   const std::vector<Parameter>& entries = model.table.entries;
-  std::vector<StoredTensor> first(entries.size()), second(entries.size());
-  for (size_t r = 0; r < optimizer.shares.size(); r++) {
-    const bool here = !optimizer.is_shared || static_cast<int>(r) == rank;
-    const int owner = optimizer.is_shared ? static_cast<int>(r) : kEveryRank;
-    for (const OptimizerPiece& p : optimizer.shares[r].pieces) {
-      const auto entry = static_cast<size_t>(p.entry);
-      first[entry].parts.push_back(
-          {p.first, p.size, owner, here ? optimizer.first_moment() + p.first_moment : nullptr});
-      second[entry].parts.push_back(
-          {p.first, p.size, owner, here ? optimizer.second_moment() + p.second_moment : nullptr});
-    }
-  }
+  auto first = parts_of_owners(
+      optimizer, rank, [&](const OptimizerPiece& p) { return optimizer.first_moment() + p.first_moment; });
+  auto second = parts_of_owners(
+      optimizer, rank, [&](const OptimizerPiece& p) { return optimizer.second_moment() + p.second_moment; });
   std::vector<StoredTensor> tensors;
-  auto add = [&](size_t entry, const char* moment, StoredTensor tensor) {
-    std::sort(tensor.parts.begin(), tensor.parts.end(),
-              [](const StoredPart& a, const StoredPart& b) { return a.first < b.first; });
-    tensors.push_back({entries[entry].name + moment, entries[entry].shape, std::move(tensor.parts)});
+  auto add = [&](const Parameter& p, const char* moment, std::vector<StoredPart>& parts) {
+    tensors.push_back({p.name + moment, p.shape, std::move(parts)});
   };
   for (size_t i = 0; i < entries.size(); i++) {
     const bool muon = optimizer.table.optimizer[i] == Optimizer::muon;
-    add(i, muon ? ".momentum" : ".exp_avg", std::move(first[i]));
-    if (!muon) add(i, ".exp_avg_sq", std::move(second[i]));
+    add(entries[i], muon ? ".momentum" : ".exp_avg", first[i]);
+    if (!muon) add(entries[i], ".exp_avg_sq", second[i]);
   }
   return tensors;
 }
@@ -263,10 +304,14 @@ void save_checkpoint(const std::string& out, const Model<Backend>& model,
                      const OptimizerState<Backend>& optimizer, const TrainerState& state,
                      const std::vector<std::pair<std::string, std::string>>& extra, Communicator& ranks) {
   Backend& be = model.backend();
-  const std::vector<detail::StoredTensor> moments = detail::optimizer_tensors(model, optimizer, ranks.rank());
-  if (!ranks.is_root()) return detail::send_tensors(be, moments, ranks);
+  const std::vector<detail::StoredTensor> weights = detail::model_tensors(model, optimizer, ranks.rank()),
+                                          moments = detail::optimizer_tensors(model, optimizer, ranks.rank());
+  if (!ranks.is_root()) {
+    detail::send_tensors(be, weights, ranks);
+    return detail::send_tensors(be, moments, ranks);
+  }
   DirectoryTransaction checkpoint(checkpoint_directory(out, state.step));
-  detail::save_tensors(checkpoint.file("model.safetensors"), be, detail::model_tensors(model), ranks);
+  detail::save_tensors(checkpoint.file("model.safetensors"), be, weights, ranks);
   detail::save_tensors(checkpoint.file("optimizer.safetensors"), be, moments, ranks);
   write_file_atomically(checkpoint.file("config.json"), config_to_json(model.config).dump(2) + "\n");
   write_file_atomically(checkpoint.file("trainer.json"), detail::to_json(state).dump(2) + "\n");
@@ -289,15 +334,10 @@ inline WeightFiles open_weights(const std::string& checkpoint, const ModelConfig
 }
 
 template <class Backend>
-void load_model(const std::string& checkpoint, Model<Backend>& model, Communicator& ranks) {
-  detail::load_all_tensors(open_weights(checkpoint, model.config), model.backend(),
-                           detail::model_tensors(model), ranks);
-}
-
-template <class Backend>
 void load_model(const std::string& checkpoint, Model<Backend>& model) {
   Communicator alone;
-  load_model(checkpoint, model, alone);
+  detail::load_all_tensors(open_weights(checkpoint, model.config), model.backend(),
+                           detail::model_tensors(model), alone);
 }
 
 // Weights, optimizer and trainer state; refuses a checkpoint of another model. Of several ranks the first
@@ -306,7 +346,8 @@ template <class Backend>
 TrainerState load_checkpoint(const std::string& checkpoint, Model<Backend>& model,
                              OptimizerState<Backend>& optimizer, Communicator& ranks) {
   Backend& be = model.backend();
-  const std::vector<detail::StoredTensor> moments = detail::optimizer_tensors(model, optimizer, ranks.rank());
+  const std::vector<detail::StoredTensor> weights = detail::model_tensors(model, optimizer, ranks.rank()),
+                                          moments = detail::optimizer_tensors(model, optimizer, ranks.rank());
   TrainerState state;
   if (ranks.is_root()) {
     const std::string difference = describe_difference(model.config, load_config(checkpoint));
@@ -314,14 +355,14 @@ TrainerState load_checkpoint(const std::string& checkpoint, Model<Backend>& mode
       fail("--resume: the model differs from that of ", checkpoint, ": ", difference,
            "; give the flags of the first run, or another --out");
     }
-    load_model(checkpoint, model, ranks);
+    detail::load_all_tensors(open_weights(checkpoint, model.config), be, weights, ranks);
     const std::string path = checkpoint + "/optimizer.safetensors";
     detail::require_optimizer(path, moments);
     detail::load_all_tensors(WeightFiles(path), be, moments, ranks);
     const std::string trainer = checkpoint + "/trainer.json";
     state = detail::trainer_state_from_json(read_json_file(trainer), trainer);
   } else {
-    detail::receive_tensors(be, detail::model_tensors(model), ranks);
+    detail::receive_tensors(be, weights, ranks);
     detail::receive_tensors(be, moments, ranks);
   }
   ranks.broadcast(&state, sizeof state);

@@ -256,13 +256,13 @@ class Messages {
 #ifdef XMOD_MPI
   static constexpr int kTags = 32767;  // every MPI has as many
 
-  void send(const float* data, int64_t n, int to, int tag, int64_t id) {
+  void send(const void* data, int64_t bytes, int to, int tag, int64_t id) {
     MPI_Request& request = add(id);
-    MPI_Isend(data, Communicator::count_of(n), MPI_FLOAT, to, tag, MPI_COMM_WORLD, &request);
+    MPI_Isend(data, Communicator::count_of(bytes), MPI_BYTE, to, tag, MPI_COMM_WORLD, &request);
   }
-  void receive(float* data, int64_t n, int from, int tag, int64_t id) {
+  void receive(void* data, int64_t bytes, int from, int tag, int64_t id) {
     MPI_Request& request = add(id);
-    MPI_Irecv(data, Communicator::count_of(n), MPI_FLOAT, from, tag, MPI_COMM_WORLD, &request);
+    MPI_Irecv(data, Communicator::count_of(bytes), MPI_BYTE, from, tag, MPI_COMM_WORLD, &request);
   }
 
   // Ids of messages that have arrived or left since the last call, each once for every message.
@@ -305,8 +305,8 @@ class Messages {
   std::vector<int64_t> ids_;  // of each request
 #else
   static constexpr int kTags = 32767;
-  void send(const float*, int64_t, int, int, int64_t) {}
-  void receive(float*, int64_t, int, int, int64_t) {}
+  void send(const void*, int64_t, int, int, int64_t) {}
+  void receive(void*, int64_t, int, int, int64_t) {}
   std::vector<int64_t> completed() {
     return {};
   }

@@ -82,12 +82,12 @@ __global__ void gather_ints_kernel(int32_t* out, const int32_t* inp, const int32
   if (i < n) out[i] = inp[row[i]];
 }
 
-// To another format; a thread takes a pack, the last one what is left.
-template <class Out, class Inp>
+// To another format; a thread takes a pack of N, the last one what is left.
+template <int N, class Out, class Inp>
 __global__ void convert_kernel(Out* out, const Inp* inp, int64_t n) {
-  const int64_t at = index_of_thread() * kPack;
-  if (at + kPack <= n) {
-    store(out + at, load<kPack>(inp + at));
+  const int64_t at = index_of_thread() * N;
+  if (at + N <= n) {
+    store(out + at, load<N>(inp + at));
   } else {
     for (int64_t i = at; i < n; i++) out[i] = from_float<Out>(to_float(inp[i]));
   }

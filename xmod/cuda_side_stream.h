@@ -90,8 +90,12 @@ class CudaSideStream {
     return data;
   }
 
-  void to_host(float* host, const float* device, int64_t n) { copy(host, device, n, cudaMemcpyDeviceToHost); }
-  void to_device(float* device, const float* host, int64_t n) {
+  template <class Number>
+  void to_host(Number* host, const Number* device, int64_t n) {
+    copy(host, device, n, cudaMemcpyDeviceToHost);
+  }
+  template <class Number>
+  void to_device(Number* device, const Number* host, int64_t n) {
     copy(device, host, n, cudaMemcpyHostToDevice);
   }
 
@@ -112,8 +116,9 @@ class CudaSideStream {
   void wait() { cuda_check(cudaStreamSynchronize(stream_.get())); }
 
  private:
-  void copy(float* to, const float* from, int64_t n, cudaMemcpyKind kind) {
-    cuda_check(cudaMemcpyAsync(to, from, static_cast<size_t>(n) * sizeof(float), kind, stream_.get()));
+  template <class Number>
+  void copy(Number* to, const Number* from, int64_t n, cudaMemcpyKind kind) {
+    cuda_check(cudaMemcpyAsync(to, from, static_cast<size_t>(n) * sizeof(Number), kind, stream_.get()));
   }
 
   CudaStream stream_;

@@ -1,6 +1,8 @@
 // As xmod/rank_exchange.h, for a model on a device. Where MPI reads device memory, messages begin and end
 // there. Else they go through a copy of the gradients in memory of the host that the device can reach by
 // itself: what is final is copied there, the sums are copied back, both beside the backward pass.
+//
+// Where ranks share out the fp32 weights, those of matrix products travel in the format of the products.
 #pragma once
 
 #include <cstdint>
@@ -24,8 +26,14 @@ class DeviceExchange {
     gradients_.emplace(ranks, exchanged_pieces(model.table, optimizer, ranks.size()),
                        optimizer.is_shared ? Goal::sum_for_owner : Goal::sum_for_all,
                        direct_ ? device_adder() : GradientExchange::Adder{});
-    if (optimizer.is_shared) parameters_.emplace(ranks, gradients_->pieces(), Goal::copy_to_all);
-    if (!direct_) copy_ = side_->allocate_host(model.table.total);
+    if (optimizer.is_shared) {
+      auto pieces_of = [&](Read read) { return owned_pieces(model.table, optimizer.shares, read); };
+      parameters_.emplace(ranks, model.has_all_masters ? gradients_->pieces() : pieces_of(Read::in_fp32),
+                          Goal::copy_to_all);
+      if (!model.has_all_masters)
+        product_weights_.emplace(ranks, pieces_of(Read::by_products_alone), Goal::copy_to_all);
+    }
+    if (!direct_ || !model.has_all_masters) copy_ = side_->allocate_host(model.table.total);
     // Always set, so that every batch runs the same way: as a graph, where the backend has them.
     model.on_gradients = [this](int64_t offset) {
       if (open_) ready(offset);
@@ -36,7 +44,9 @@ class DeviceExchange {
     if (!gradients_) return;
     open_ = true;
     copied_from_ = model_.table.total;
-    gradients_->on_piece = [this](const RankPiece& piece) { put_back(model_.grads(), piece); };
+    gradients_->on_piece = [this](const RankPiece& piece) {
+      if (!direct_) put_back(model_.grads(), piece);
+    };
     gradients_->begin(direct_ ? model_.grads() : copy_);
   }
 
@@ -52,19 +62,13 @@ class DeviceExchange {
 
   void spread_parameters() {
     if (!parameters_) return;
-    float* params = model_.params();
-    model_.backend().wait();
-    if (!direct_) {
-      for (const RankPiece& piece : parameters_->pieces()) {
-        if (piece.owner == ranks_.rank())
-          side_->to_host(copy_ + piece.offset, params + piece.offset, piece.size);
-      }
-      side_->wait();
+    // Not every MPI that reads a device's memory reads memory with holes.
+    spread(*parameters_, model_.params(), direct_ && model_.has_all_masters);
+    if constexpr (Backend::kMixed) {
+      if (!product_weights_) return;
+      model_.use_parameters();
+      spread(*product_weights_, model_.product_weights(), direct_);
     }
-    parameters_->on_piece = [this, params](const RankPiece& piece) { put_back(params, piece); };
-    parameters_->begin(direct_ ? params : copy_);
-    parameters_->finish();
-    side_->wait();
   }
 
  private:
@@ -88,8 +92,34 @@ class DeviceExchange {
     if (!copies_.empty() && side_->passed(copies_[0].arrived)) gradients_->ready(copies_[0].offset);
   }
 
-  void put_back(float* device, const RankPiece& piece) {
-    if (!direct_) side_->to_device(device + piece.offset, copy_ + piece.offset, piece.size);
+  // numbers: on the device, in the layout of the parameters.
+  template <class Number>
+  void spread(GradientExchange& exchange, Number* numbers, bool direct) {
+    model_.backend().wait();
+    if (direct) {
+      exchange.begin(numbers);
+      return exchange.finish();
+    }
+    for (const RankPiece& piece : exchange.pieces()) {
+      if (piece.owner == ranks_.rank())
+        side_->to_host(copy_of(numbers) + piece.offset, numbers + piece.offset, piece.size);
+    }
+    side_->wait();
+    exchange.on_piece = [this, numbers](const RankPiece& piece) { put_back(numbers, piece); };
+    exchange.begin(copy_of(numbers));
+    exchange.finish();
+    side_->wait();
+  }
+
+  template <class Number>
+  Number* copy_of(const Number* /*device*/) const {
+    static_assert(sizeof(Number) <= sizeof(float));
+    return reinterpret_cast<Number*>(copy_);
+  }
+
+  template <class Number>
+  void put_back(Number* device, const RankPiece& piece) {
+    side_->to_device(device + piece.offset, copy_of(device) + piece.offset, piece.size);
   }
 
   GradientExchange::Adder device_adder() {
@@ -104,8 +134,8 @@ class DeviceExchange {
   Model<Backend>& model_;
   const bool direct_;
   std::optional<SideStream> side_;
-  std::optional<GradientExchange> gradients_, parameters_;
-  float* copy_ = nullptr;  // (table.total) on the host
+  std::optional<GradientExchange> gradients_, parameters_, product_weights_;
+  float* copy_ = nullptr;  // (table.total) on the host: of gradients, then of weights
   bool open_ = false;      // the step's last batch runs
   int64_t copied_from_ = 0;
   std::deque<Copy> copies_;  // the earliest has perhaps arrived, those behind it have not

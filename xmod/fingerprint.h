@@ -19,10 +19,12 @@ inline uint64_t hash_bytes(const void* data, size_t size, uint64_t hash = kHashS
 }
 
 // The same number by number: for gigabytes.
-inline uint64_t hash_floats(const float* values, int64_t n, uint64_t hash = kHashStart) {
+template <class Number>
+uint64_t hash_numbers(const Number* values, int64_t n, uint64_t hash = kHashStart) {
   for (int64_t i = 0; i < n; i++) {
-    uint32_t bits;
-    std::memcpy(&bits, values + i, sizeof bits);
+    uint32_t bits = 0;
+    static_assert(sizeof(Number) <= sizeof bits);
+    std::memcpy(&bits, values + i, sizeof(Number));
     hash = (hash ^ bits) * 0x100000001b3;
     hash ^= hash >> 32;
   }

@@ -301,19 +301,18 @@ inline Flag threads_flag() {
                     "threads to compute with; 0: all processors");
 }
 
-inline std::vector<Flag> product_flags() {
-  using O = MachineOptions;
-  constexpr auto part = &Options::machine;
+inline Flag precision_flag() {
+  return value_flag("precision", "NAME", &Options::machine, &MachineOptions::precision, {},
+                    "of the factors in matrix products: fp32 or bf16; sums and weights stay fp32");
+}
+
+inline Flag instructions_flag() {
   Flag instructions =
-      value_flag("instructions", "NAME", part, &O::instructions, {},
+      value_flag("instructions", "NAME", &Options::machine, &MachineOptions::instructions, {},
                  "of the processor, for matrix products: avx512, avx2 or portable; with bf16 amx, "
                  "avx512-bf16 or portable (slow); auto: the fastest it says it has");
   instructions.processor = Processor::cpu;
-  return {
-      value_flag("precision", "NAME", part, &O::precision, {},
-                 "of the factors in matrix products: fp32 or bf16; sums and weights stay fp32"),
-      instructions,
-  };
+  return instructions;
 }
 
 inline std::vector<Flag> graph_flags() {
@@ -480,8 +479,8 @@ inline std::vector<Flag> flag_table(std::optional<Processor> processor = {}) {
   add("Evaluation", eval, eval_flags());
   add("Generation", generate, generate_flags());
   add("Routing", {Command::routing}, routing_report_flags());
-  add("Machine", all, {threads_flag()});
-  add("Machine", {Command::train, Command::eval, Command::generate, Command::routing}, product_flags());
+  add("Machine", all, {threads_flag(), precision_flag()});
+  add("Machine", {Command::train, Command::eval, Command::generate, Command::routing}, {instructions_flag()});
   add("Machine", train, graph_flags());
   add("Help", all,
       {{"help", "", "this page, also -h", [](Options& o, const std::string&) { o.help = true; }}});

@@ -3,8 +3,9 @@
 // The allocation is cut into pieces, each with a rank that owns it. As soon as a piece's gradients are final,
 // every other rank sends its own to the owner, which adds them in the order of the ranks, so that the sum is
 // the same bits whoever owns the piece and whatever arrives first. Then the owner sends the sum to all
-// (--zero 0), or keeps it, updates its parameters and sends those (--zero 1). Either way a rank sends and
-// receives 2 (R-1)/R of the allocation a step, which is the least that R ranks can do.
+// (--zero 0), or keeps it, updates its parameters and sends those (--zero 1; in bf16, where products alone
+// read them so). Either way a rank sends and receives at most 2 (R-1)/R of the allocation a step, which is
+// the least that R ranks can do in fp32.
 //
 // MPI may move data only when it is called: every call of ready() does that, too.
 #pragma once
@@ -12,6 +13,7 @@
 #include <algorithm>
 #include <cstdint>
 #include <functional>
+#include <optional>
 #include <utility>
 #include <vector>
 
@@ -44,13 +46,16 @@ inline std::vector<RankPiece> even_pieces(int64_t total, int ranks) {
   return pieces;
 }
 
-// Each with the rank that updates it; last numbers first.
+// Each with the rank that updates it; last numbers first. read: only of parameters that are read so.
 inline std::vector<RankPiece> owned_pieces(const TensorTable& table,
-                                           const std::vector<OptimizerShare>& shares) {
+                                           const std::vector<OptimizerShare>& shares,
+                                           std::optional<Read> read = {}) {
   std::vector<RankPiece> pieces;
   for (size_t rank = 0; rank < shares.size(); rank++) {
     for (const OptimizerPiece& p : shares[rank].pieces) {
-      const int64_t begin = table.entries[static_cast<size_t>(p.entry)].offset + p.first;
+      const Parameter& parameter = table.entries[static_cast<size_t>(p.entry)];
+      if (read && parameter.read != *read) continue;
+      const int64_t begin = parameter.offset + p.first;
       for (int64_t first = 0; first < p.size; first += kLargestPiece) {
         pieces.push_back({begin + first, std::min(kLargestPiece, p.size - first), static_cast<int>(rank)});
       }
@@ -126,9 +131,11 @@ class GradientExchange {
   // When set, is told that this rank has the result of a piece (not of those that it only sends).
   std::function<void(const RankPiece&)> on_piece;
 
-  // A step begins: values is the allocation.
-  void begin(float* values) {
-    values_ = values;
+  // A step begins: values is the allocation, of floats where there are sums.
+  template <class Number>
+  void begin(Number* values) {
+    values_ = reinterpret_cast<char*>(values);
+    width_ = sizeof(Number);
     next_ = 0;
     under_way_ = 0;
     free_slots_.clear();
@@ -169,7 +176,8 @@ class GradientExchange {
     return std::min(static_cast<int64_t>(pieces.size()), std::clamp<int64_t>(kFloats / slot, 2, kMostSlots));
   }
 
-  float* values_of(size_t piece) const { return values_ + pieces_[piece].offset; }
+  char* values_of(size_t piece) const { return values_ + pieces_[piece].offset * width_; }
+  int64_t bytes_of(size_t piece) const { return pieces_[piece].size * width_; }
   bool is_owner(size_t piece) const { return pieces_[piece].owner == ranks_.rank(); }
 
   // Two messages of a pair of ranks may be under way for a piece, one each way; a tag comes again only when
@@ -204,13 +212,13 @@ class GradientExchange {
       free_slots_.pop_back();
       float* slot = slot_of(state);
       for_each_other([&](int rank) {
-        messages_.receive(slot, pieces_[piece].size, rank, tag(piece, false), static_cast<int64_t>(piece));
+        messages_.receive(slot, bytes_of(piece), rank, tag(piece, false), static_cast<int64_t>(piece));
         slot += stride_;
       });
     } else {
       under_way_++;
       state = {Stage::sending, 1, -1};
-      messages_.send(values_of(piece), pieces_[piece].size, pieces_[piece].owner, tag(piece, false),
+      messages_.send(values_of(piece), bytes_of(piece), pieces_[piece].owner, tag(piece, false),
                      static_cast<int64_t>(piece));
     }
     return true;
@@ -221,7 +229,7 @@ class GradientExchange {
     State& state = states_[piece];
     const bool first_half = state.stage == Stage::gathering || state.stage == Stage::sending;
     if (state.stage == Stage::gathering) {
-      adder_.add(values_of(piece), slot_of(state), stride_, pieces_[piece].size);
+      adder_.add(reinterpret_cast<float*>(values_of(piece)), slot_of(state), stride_, pieces_[piece].size);
       free_slots_.push_back(state.slot);
     }
     const bool has_result = state.stage == Stage::gathering || state.stage == Stage::receiving;
@@ -235,14 +243,14 @@ class GradientExchange {
 
   // From the owner to the others.
   void spread(size_t piece) {
-    const RankPiece& p = pieces_[piece];
+    const int64_t bytes = bytes_of(piece);
     const auto id = static_cast<int64_t>(piece);
     if (is_owner(piece)) {
       states_[piece] = {Stage::spreading, ranks_.size() - 1, -1};
-      for_each_other([&](int rank) { messages_.send(values_of(piece), p.size, rank, tag(piece, true), id); });
+      for_each_other([&](int rank) { messages_.send(values_of(piece), bytes, rank, tag(piece, true), id); });
     } else {
       states_[piece] = {Stage::receiving, 1, -1};
-      messages_.receive(values_of(piece), p.size, p.owner, tag(piece, true), id);
+      messages_.receive(values_of(piece), bytes, pieces_[piece].owner, tag(piece, true), id);
     }
   }
 
@@ -273,8 +281,9 @@ class GradientExchange {
   const Adder adder_;
   float* arrived_ = nullptr;  // (slots, ranks - 1, stride)
   std::vector<int64_t> free_slots_;
-  float* values_ = nullptr;
-  size_t next_ = 0;  // the first piece that has not started
+  char* values_ = nullptr;
+  int64_t width_ = 0;  // bytes of a number
+  size_t next_ = 0;    // the first piece that has not started
   size_t under_way_ = 0;
   int64_t final_from_ = 0;
 };

@@ -88,7 +88,7 @@ std::vector<StoredTensor> tensors_of_dense(const Model<Backend>& model, const st
   for (const Parameter& p : model.table.entries) {
     const auto [number, rest] = split_layer(p.name);
     const std::string name = number < 0 ? rest : layer_prefix(source[static_cast<size_t>(number)]) + rest;
-    if (dense.count(name)) tensors.push_back(whole_tensor(name, p.shape, model.params() + p.offset));
+    if (dense.count(name)) tensors.push_back(kept_tensor(name, model, p));
   }
   return tensors;
 }

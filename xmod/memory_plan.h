@@ -37,7 +37,7 @@ struct RunSize {
   Recompute recompute = Recompute::none;
   int64_t threads = 0;  // 0: as many as the backend takes by itself
   int64_t ranks = 1;
-  int64_t zero = 1;  // 1: the ranks share out the optimizer's state
+  int64_t zero = 1;  // 1: the ranks share out the optimizer's state, and with bf16 the fp32 weights
 };
 
 // Of TrainOptions or PlanOptions.
@@ -67,16 +67,22 @@ inline int64_t host_bytes(const ModelConfig& c, const ParameterTable& table, int
          std::min(largest * static_cast<int64_t>(sizeof(float)), SafetensorsWriter::kPiece);
 }
 
-// Of the optimizer on one rank.
+// Of the optimizer on one rank, and the fp32 weights that it keeps.
 struct OptimizerMemory {
-  int64_t momentum, second_moments, working;
+  int64_t masters, momentum, second_moments, working;
 
-  int64_t total() const { return momentum + second_moments + working; }
+  int64_t total() const { return masters + momentum + second_moments + working; }
 };
 
 // One rank alone shares nothing out.
 inline bool is_shared(const RunSize& run) {
   return run.zero > 0 && run.ranks > 1;
+}
+
+// Where products read weights in another format, ranks share out the fp32 ones too.
+template <class Backend>
+bool shares_masters(const RunSize& run) {
+  return is_shared(run) && sizeof(typename Backend::floatX) < sizeof(float);
 }
 
 // One, where it is not shared.
@@ -86,15 +92,24 @@ inline std::vector<OptimizerShare> planned_shares(const ParameterTable& table, c
   return {whole_optimizer(table, optimizer)};
 }
 
+template <class Backend>
+int64_t master_bytes(const ParameterTable& table, const OptimizerShare& share, const RunSize& run) {
+  if constexpr (sizeof(typename Backend::floatX) < sizeof(float)) {
+    if (shares_masters<Backend>(run)) return Backend::bytes_of_parts(kept_masters(table, share));
+  }
+  return table.total * static_cast<int64_t>(sizeof(float));
+}
+
 // On the rank that needs most.
 template <class Backend>
 OptimizerMemory optimizer_memory(const ParameterTable& table, const std::vector<OptimizerShare>& shares,
-                                 int64_t threads) {
+                                 const RunSize& run) {
   constexpr int64_t kFloat = sizeof(float);
   OptimizerMemory most{};
   for (const OptimizerShare& share : shares) {
-    const OptimizerMemory memory{share.first_moment_total * kFloat, share.second_moment_total * kFloat,
-                                 Backend::muon_bytes(muon_shapes(table, share), threads)};
+    const OptimizerMemory memory{master_bytes<Backend>(table, share, run), share.first_moment_total * kFloat,
+                                 share.second_moment_total * kFloat,
+                                 Backend::muon_bytes(muon_shapes(table, share), threads_of<Backend>(run))};
     if (memory.total() > most.total()) most = memory;
   }
   return most;
@@ -123,11 +138,11 @@ MemoryEstimate training_memory(const ModelConfig& c, const RunSize& run) {
   const ParameterTable table = make_parameter_table(c, make_layer_plan(c));
   const std::vector<OptimizerShare> shares = detail::planned_shares(table, run);
   const int64_t B = run.batch_size, threads = threads_of<Backend>(run);
-  const detail::OptimizerMemory state = detail::optimizer_memory<Backend>(table, shares, threads);
+  const detail::OptimizerMemory state = detail::optimizer_memory<Backend>(table, shares, run);
   const Arena arena = measure_activations<floatX>(c, B, c.seq_len, Use::training, run.recompute);
   MemoryEstimate memory;
   memory.groups = {
-      {"parameters", table.total * kFloat},
+      {"parameters", state.masters},
       {"gradients", table.total * kFloat},
       {"optimizer: momentum", state.momentum},
       {"optimizer: AdamW's second moments", state.second_moments},

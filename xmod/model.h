@@ -11,6 +11,7 @@
 #include <functional>
 #include <optional>
 #include <string>
+#include <utility>
 #include <vector>
 
 #include "xmod/activations.h"
@@ -33,16 +34,19 @@ class Model {
   using floatX = typename Backend::floatX;
 
   // Allocates for batches of up to max_batch sequences of up to config.seq_len tokens. Weights are zero until
-  // initialise() or a checkpoint fills them.
+  // initialise() or a checkpoint fills them. masters: the parts of params() that there are, none for all;
+  // what else products need comes from other ranks, to product_weights().
   Model(Backend& backend, const ModelConfig& config, int64_t max_batch, Use use,
-        Recompute recompute = Recompute::none)
+        Recompute recompute = Recompute::none, std::vector<NumberRange> masters = {})
       : config(config),
         recompute(recompute),
         plan(make_layer_plan(config)),
         table(make_parameter_table(config, plan)),
         sparse_layers(count_sparse(plan)),
+        has_all_masters(masters.empty()),
+        masters(has_all_masters ? std::vector<NumberRange>{{0, table.total}} : std::move(masters)),
         be_(backend),
-        params_(backend, table.total),
+        params_(backend, table.total, this->masters),
         grads_(backend, use == Use::training ? table.total : 0),
         buffers_(backend, table.buffers_total),
         step_sums_(backend, table.step_sums_total),
@@ -68,15 +72,27 @@ class Model {
     std::vector<float> host(kPiece);
     for (const Parameter& p : table.entries) {
       const std::optional<double> constant = constant_init(p);
-      for (int64_t first = 0; first < p.size; first += kPiece) {
-        const int64_t n = std::min(kPiece, p.size - first);
-        if (constant) {
-          std::fill_n(host.data(), n, static_cast<float>(*constant));
-        } else {
-          fill_normal(host.data(), n, init_std(p), seed, stream_of(p.name), first);
+      for_each_master(p, [&](int64_t begin, int64_t end) {
+        for (int64_t first = begin; first < end; first += kPiece) {
+          const int64_t n = std::min(kPiece, end - first);
+          if (constant) {
+            std::fill_n(host.data(), n, static_cast<float>(*constant));
+          } else {
+            fill_normal(host.data(), n, init_std(p), seed, stream_of(p.name), first);
+          }
+          be_.to_device(params_.data() + p.offset + first, host.data(), n);
         }
-        be_.to_device(params_.data() + p.offset + first, host.data(), n);
-      }
+      });
+    }
+  }
+
+  // Calls visit(begin, end) for the elements of a parameter that are among this rank's masters.
+  template <class Visit>
+  void for_each_master(const Parameter& p, Visit visit) const {
+    for (const NumberRange& part : masters) {
+      const int64_t begin = std::max(part.offset - p.offset, int64_t{0});
+      const int64_t end = std::min(part.offset + part.size - p.offset, p.size);
+      if (begin < end) visit(begin, end);
     }
   }
 
@@ -166,9 +182,19 @@ class Model {
     return loads;
   }
 
+  // Gives products the weights as they are now, where they have been given others.
+  void use_parameters() {
+    if (!params_in_use_) be_.use_parameters(params_.data(), table.total, masters);
+    params_in_use_ = true;
+  }
+
+  // (table.total) what products read in the place of the parameters that they alone read.
+  floatX* product_weights() const { return be_.product_weights(params_.data(), table.total); }
+
   void zero_gradients() { be_.zero(grads_.data(), table.total); }
 
-  // (table.total). Who asks may write to them, so the next batch takes the weights of its products anew.
+  // (table.total), of which `masters` are there. Who asks may write to them, so the next batch takes the
+  // weights of its products anew.
   float* params() const {
     params_in_use_ = false;
     return params_.data();
@@ -193,6 +219,8 @@ class Model {
   const LayerPlan plan;
   const ParameterTable table;
   const int64_t sparse_layers;
+  const bool has_all_masters;
+  const std::vector<NumberRange> masters;  // parts of params()
 
  private:
   static constexpr double kThresholdDecay = 0.99;
@@ -266,8 +294,7 @@ class Model {
   void start_rows(const int32_t* position) {
     Rows& all = act_->all_rows;
     all.n = n_;
-    if (!params_in_use_) be_.use_parameters(params_.data(), table.total);
-    params_in_use_ = true;
+    use_parameters();
     be_.fill_sequence(all.row, n_);
     be_.fill_positions(all.position, all.offsets, position, B_);
     ctx_.B = B_;

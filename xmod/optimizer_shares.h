@@ -194,4 +194,18 @@ inline std::vector<OptimizerShare> share_optimizer(const TensorTable& parameters
   return detail::OptimizerDealer(parameters.entries, table.optimizer, ranks).deal();
 }
 
+// Of which parameters a rank keeps fp32 weights, where products read them in bf16: of those that it updates,
+// and of all that passes read in fp32.
+inline std::vector<NumberRange> kept_masters(const TensorTable& parameters, const OptimizerShare& share) {
+  std::vector<NumberRange> kept;
+  for (const Parameter& p : parameters.entries) {
+    if (p.read == Read::in_fp32) kept.push_back({p.offset, p.size});
+  }
+  for (const OptimizerPiece& piece : share.pieces) {
+    const Parameter& p = parameters.entries[static_cast<size_t>(piece.entry)];
+    if (p.read == Read::by_products_alone) kept.push_back({p.offset + piece.first, piece.size});
+  }
+  return kept;
+}
+
 }  // namespace xmod

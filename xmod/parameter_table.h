@@ -21,6 +21,10 @@ enum class Init {
   expert_scale,     // 0.1
 };
 
+// How passes read a parameter. Products in bf16 read a copy, so what they alone read is needed in fp32 only
+// where it is updated.
+enum class Read { in_fp32, by_products_alone };
+
 struct Parameter {
   std::string name;            // Hugging Face's
   std::vector<int64_t> shape;  // row-major; matrices are (out, in)
@@ -28,6 +32,12 @@ struct Parameter {
   int64_t size;                // floats
   Optimizer optimizer;
   Init init;
+  Read read = Read::in_fp32;
+};
+
+// Consecutive numbers of an allocation.
+struct NumberRange {
+  int64_t offset, size;
 };
 
 // Weight decay pulls on what multiplies activations, not on norms, routers and gates.
@@ -81,10 +91,10 @@ class TensorAdder {
 
   // A tensor fused with the previous one starts where that ends.
   int64_t parameter(const std::string& name, std::vector<int64_t> shape, Optimizer optimizer, Init init,
-                    bool fused_with_previous = false) {
+                    bool fused_with_previous = false, Read read = Read::in_fp32) {
     const int64_t offset = fused_with_previous ? table_.total : next_offset();
     const int64_t size = element_count(shape);
-    table_.entries.push_back({prefix_ + name, std::move(shape), offset, size, optimizer, init});
+    table_.entries.push_back({prefix_ + name, std::move(shape), offset, size, optimizer, init, read});
     table_.total = offset + size;
     return offset;
   }
@@ -92,9 +102,10 @@ class TensorAdder {
   // Of a tensor that is not fused with the previous one.
   int64_t next_offset() const { return detail::padded(table_.total); }
 
+  // A layer that reads it in another pass than a product, too, says so.
   int64_t matrix(const std::string& name, int64_t out, int64_t in, Init init = Init::matrix,
-                 bool fused_with_previous = false) {
-    return parameter(name + ".weight", {out, in}, Optimizer::muon, init, fused_with_previous);
+                 bool fused_with_previous = false, Read read = Read::by_products_alone) {
+    return parameter(name + ".weight", {out, in}, Optimizer::muon, init, fused_with_previous, read);
   }
 
   int64_t norm(const std::string& name, int64_t width) {

@@ -316,8 +316,9 @@ void print_plan(const Options& options, std::ostream& out) {
   detail::print_counts(c, o.compute, out);
   if (!o.law.empty()) detail::print_prediction(prediction, o.law, out);
   const int64_t threads = threads_of<Backend>(run);
-  out << "\nMemory to train on batches of " << o.batch_size << " x " << c.seq_len << " tokens in fp32, with "
-      << threads << (threads == 1 ? " thread" : " threads")
+  out << "\nMemory to train on batches of " << o.batch_size << " x " << c.seq_len << " tokens in "
+      << precision_name(options.machine.precision) << ", with " << threads
+      << (threads == 1 ? " thread" : " threads")
       << (run.ranks > 1 ? ", on each of " + std::to_string(run.ranks) + " ranks\n" : "\n");
   print_memory(training_memory<Backend>(c, run), out);
 }

@@ -28,8 +28,9 @@ struct RankSetup {
   int64_t micro_batches = 1;  // of a rank in a step
   Optimizer optimizer = Optimizer::muon;
   Recompute recompute = Recompute::none;
-  double device_flops = 0;  // that a rank reaches a second
-  double bandwidth = 0;     // bytes that a rank sends, and at once receives, a second
+  double device_flops = 0;                       // that a rank reaches a second
+  double bandwidth = 0;                          // bytes that a rank sends, and at once receives, a second
+  int64_t product_weight_bytes = sizeof(float);  // of a weight that products alone read, on its way to all
   int64_t (*newton_schulz_flops)(int64_t rows, int64_t cols) = xmod::newton_schulz_flops;  // a backend's
 };
 
@@ -125,7 +126,7 @@ inline double optimizer_flops(const ParameterTable& table, const std::vector<Opt
 //
 // Gradients go to the rank that owns them, which adds them up. --zero 0: owners alternate in small pieces,
 // and the sums go back to all. --zero 1: the owner is the rank that updates the parameter; the new weights go
-// to all when the optimizer is through.
+// to all when the optimizer is through, in the format in which they are read.
 
 namespace detail {
 
@@ -175,11 +176,18 @@ void for_each_link(const std::vector<BackwardStage>& stages, const ParameterTabl
 // Of the busiest rank: its weights to every other rank, or theirs to it.
 inline double weight_bytes(const ParameterTable& table, const RankSetup& s,
                            const std::vector<OptimizerShare>& shares) {
-  double most = 0;
+  auto bytes = [&](const Parameter& p, int64_t size) {
+    const bool as_factor = p.read == Read::by_products_alone;
+    return static_cast<double>(size) *
+           static_cast<double>(as_factor ? s.product_weight_bytes : sizeof(float));
+  };
+  double all = 0, most = 0;
+  for (const Parameter& p : table.entries) all += bytes(p, p.size);
   for (const OptimizerShare& share : shares) {
-    int64_t own = 0;
-    for (const OptimizerPiece& piece : share.pieces) own += piece.size;
-    most = std::max({most, bytes_of((s.ranks - 1) * own), bytes_of(table.count() - own)});
+    double own = 0;
+    for (const OptimizerPiece& piece : share.pieces)
+      own += bytes(table.entries[static_cast<size_t>(piece.entry)], piece.size);
+    most = std::max({most, static_cast<double>(s.ranks - 1) * own, all - own});
   }
   return most;
 }
@@ -322,6 +330,7 @@ RankSetup rank_setup(const ModelConfig& c, const PlanOptions& options) {
           o.recompute,
           o.device_flops,
           o.bandwidth * kGigabyte,
+          sizeof(typename Backend::floatX),
           Backend::newton_schulz_flops};
 }
 

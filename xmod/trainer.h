@@ -47,8 +47,9 @@ class Trainer {
                 o_.batch_size, static_cast<uint64_t>(o_.seed), ranks.rank(), ranks.size()),
         validation_(open_validation()),
         resume_from_((require_agreement(options), find_checkpoint())),
-        model_((announce(backend), backend), config_, o_.batch_size, Use::training, o_.recompute),
-        optimizer_(backend, model_.table, {o_.optimizer, o_.weight_decay, o_.grad_clip}, optimizer_shares(),
+        shares_(optimizer_shares()),
+        model_((announce(backend), backend), config_, o_.batch_size, Use::training, o_.recompute, masters()),
+        optimizer_(backend, model_.table, {o_.optimizer, o_.weight_decay, o_.grad_clip}, shares_,
                    static_cast<size_t>(ranks.rank())),
         exchange_(ranks, model_, optimizer_),
         tokens_(static_cast<size_t>(o_.batch_size * config_.seq_len)),
@@ -93,7 +94,15 @@ class Trainer {
 
   std::vector<OptimizerShare> optimizer_shares() const {
     if (o_.zero == 0 || ranks_.size() == 1) return {};
-    return share_optimizer(model_.table, make_optimizer_table(model_.table, o_.optimizer), ranks_.size());
+    const ParameterTable table = make_parameter_table(config_, make_layer_plan(config_));
+    return share_optimizer(table, make_optimizer_table(table, o_.optimizer), ranks_.size());
+  }
+
+  // The fp32 weights of this rank; none: it has all.
+  std::vector<NumberRange> masters() const {
+    if (!detail::shares_masters<Backend>(run_size(o_, 0, ranks_.size()))) return {};
+    return kept_masters(make_parameter_table(config_, make_layer_plan(config_)),
+                        shares_[static_cast<size_t>(ranks_.rank())]);
   }
 
   // The newest whole checkpoint in --out, to resume from.
@@ -147,6 +156,7 @@ class Trainer {
       state_.loader = loader_.state();
       if (o_.resume) log_ << "no checkpoint in " << o_.out << " yet: starting from step 0\n";
     }
+    if (!model_.has_all_masters) exchange_.spread_parameters();  // what products read is not there yet
     require_same_weights(ranks_, model_, state_.step);
     first_step_ = state_.step;
     steps_ = resolve_steps(config_, o_, step_tokens(), state_);
@@ -339,6 +349,7 @@ class Trainer {
   std::unique_ptr<EvalLoader> validation_;
   FileDescriptor lock_;  // of the output directory
   std::optional<CheckpointEntry> resume_from_;
+  const std::vector<OptimizerShare> shares_;  // of every rank; none where nothing is shared out
   Model<Backend> model_;
   OptimizerState<Backend> optimizer_;
   RankExchange<Backend> exchange_;

@@ -38,6 +38,11 @@ inline void set_device_count(int count) {
   runtime().devices = count;
 }
 
+// Whether the driver can give memory to a part of an address range.
+inline void set_virtual_memory(bool has) {
+  runtime().has_virtual_memory = has;
+}
+
 // What every use of a device returns, such as cudaErrorInsufficientDriver; cudaSuccess: none.
 inline void set_device_error(cudaError_t error) {
   runtime().device_error = error;

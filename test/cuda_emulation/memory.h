@@ -57,6 +57,56 @@ class DeviceMemory {
     return true;
   }
 
+  // Addresses that have no memory yet: whoever touches them is stopped.
+  void* reserve(size_t bytes) {
+    const size_t page = page_bytes(), space = bytes + 2 * kGuard + page;
+    if (bytes % page != 0 || top_ + space > begin_ + kAddresses) return nullptr;
+    grow(top_ + space);
+    const auto first = reinterpret_cast<uintptr_t>(top_) + kGuard;
+    char* data = top_ + kGuard + (page - first % page) % page;
+    {
+      const Access access(*this);
+      poison(top_, static_cast<size_t>(data - top_));
+      poison(data + bytes, kGuard);
+      punch(data, bytes);
+    }
+    top_ = data + bytes + kGuard;
+    live_[data] = bytes;
+    return data;
+  }
+  bool release_addresses(void* data) {
+    const auto found = live_.find(static_cast<char*>(data));
+    if (found == live_.end()) return false;
+    std::erase_if(holes_, [&](const auto& hole) {
+      return hole.first >= found->first && hole.first < found->first + found->second;
+    });
+    live_.erase(found);
+    return true;
+  }
+
+  // Memory for a part of reserved addresses, which must be in one hole.
+  bool map(void* data, size_t bytes) {
+    char* const begin = static_cast<char*>(data);
+    const auto above = holes_.upper_bound(begin);
+    if (above == holes_.begin()) return false;
+    const auto [hole, end] = *std::prev(above);
+    if (begin + bytes > end) return false;
+    holes_.erase(hole);
+    if (hole < begin) holes_[hole] = begin;
+    if (begin + bytes < end) holes_[begin + bytes] = end;
+    used_ += bytes;
+    const Access access(*this);
+    poison(data, bytes);
+    return true;
+  }
+  void unmap(void* data, size_t bytes) {
+    punch(static_cast<char*>(data), bytes);
+    drop_pages(static_cast<char*>(data), bytes);
+    used_ -= bytes;
+  }
+
+  static size_t page_bytes() { return static_cast<size_t>(sysconf(_SC_PAGESIZE)); }
+
   // Stops if somebody wrote outside of an allocation; after() says when that was found.
   template <class After>
   void check(After after) {
@@ -74,13 +124,14 @@ class DeviceMemory {
 
   bool contains(const void* address) const { return address >= begin_ && address < begin_ + kAddresses; }
 
-  // Whether [data, data + bytes) lies inside of one allocation; its end belongs to it if bytes is 0.
+  // Whether [data, data + bytes) lies inside of one allocation and has memory; its end belongs to it if bytes
+  // is 0.
   bool allocated(const void* data, size_t bytes) const {
     const auto above = live_.upper_bound(static_cast<char*>(const_cast<void*>(data)));
     if (above == live_.begin()) return false;
     const auto& [begin, size] = *std::prev(above);
     const size_t offset = static_cast<size_t>(static_cast<const char*>(data) - begin);
-    return offset <= size && bytes <= size - offset;
+    return offset <= size && bytes <= size - offset && !reaches_hole(static_cast<const char*>(data), bytes);
   }
 
   // What lies at an address of the device.
@@ -131,9 +182,28 @@ class DeviceMemory {
     if (open_ > 0) protect(PROT_READ | PROT_WRITE);
   }
 
+  // Holes stay closed.
   void protect(int protection) {
-    if (end_ > low_ && mprotect(low_, static_cast<size_t>(end_ - low_), protection) != 0)
+    char* begin = low_;
+    for (const auto& [hole, end] : holes_) {
+      protect(begin, hole, protection);
+      begin = std::max(begin, end);
+    }
+    protect(begin, end_, protection);
+  }
+  static void protect(char* begin, char* end, int protection) {
+    if (end > begin && mprotect(begin, static_cast<size_t>(end - begin), protection) != 0)
       stop("mprotect failed");
+  }
+
+  void punch(char* data, size_t bytes) {
+    protect(data, data + bytes, PROT_NONE);
+    holes_[data] = data + bytes;
+  }
+
+  bool reaches_hole(const char* data, size_t bytes) const {
+    return std::any_of(holes_.begin(), holes_.end(),
+                       [&](const auto& hole) { return hole.first < data + bytes && data < hole.second; });
   }
 
   // Nothing lives below an address: it stays closed from now on. Opening it would take longer and longer.
@@ -141,8 +211,6 @@ class DeviceMemory {
     const size_t whole_pages = static_cast<size_t>(address - begin_) / page_bytes() * page_bytes();
     if (open_ == 0) low_ = begin_ + whole_pages;
   }
-
-  static size_t page_bytes() { return static_cast<size_t>(sysconf(_SC_PAGESIZE)); }
 
   // Gives whole pages back to the system.
   static void drop_pages(char* data, size_t bytes) {
@@ -200,6 +268,7 @@ class DeviceMemory {
   size_t used_ = 0;
   int open_ = 0;
   std::map<char*, size_t> live_;
+  std::map<char*, char*> holes_;  // addresses without memory: begin, end
 };
 
 }  // namespace cuda_emulation

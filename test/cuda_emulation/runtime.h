@@ -39,6 +39,7 @@ class Runtime {
   cudaStream_t const default_stream = new CUstream_st;
   uint64_t thread_order = environment_number("CUDA_EMULATION_SEED");
   int devices = 1;
+  bool has_virtual_memory = true;
   cudaError_t device_error = cudaSuccess;
   int64_t launches = 0;
 

@@ -44,7 +44,9 @@ struct Deco {
     scale = add.parameter("expert_scale", {c.experts}, Optimizer::adamw, Init::expert_scale);
     norm = add.norm("expert_norm", c.expert_dim);
     for (int64_t e = 0; e < c.experts; e++) {
-      up_proj.push_back(expert(add, e).matrix("up_proj", c.expert_dim, c.dim, Init::matrix, /*fused=*/e > 0));
+      // The mean of all their rows is taken in fp32.
+      up_proj.push_back(expert(add, e).matrix("up_proj", c.expert_dim, c.dim, Init::matrix, /*fused=*/e > 0,
+                                              Read::in_fp32));
     }
     for (int64_t e = 0; e < c.experts; e++) {
       down_proj.push_back(expert(add, e).matrix("down_proj", c.dim, c.expert_dim, Init::residual_matrix));

@@ -21,6 +21,8 @@
 // wrote.
 #define __shared__ static thread_local __attribute__((used))
 
+#define CUDART_VERSION 13000
+
 #define __global__
 #define __device__
 #define __host__
