@@ -119,45 +119,20 @@ XMOD_END_INSTRUCTIONS
 
 #endif  // __x86_64__
 
-// C cut into a grid of rectangles, each a product of its own.
-struct Grid {
-  Shares rows, cols;  // of C's rows and columns in register tiles
-};
-
-// The grid, with a rectangle for each thread, whose largest is done soonest: multiplying takes rows *
-// cols, packing about 10 * (rows + cols). Tall ones, and uneven work, are cut further, so that a thread that
-// is held up does not hold up the others.
-static Grid grid_for(const MatmulKernel& kernel, int64_t M, int64_t N, bool uneven, int threads) {
-  const int64_t row_tiles = ceil_div(M, kernel.rows), col_tiles = ceil_div(N, kernel.lanes);
-  Grid best{{row_tiles, 1}, {col_tiles, 1}};
-  int64_t best_cost = INT64_MAX;
-  for (int64_t rows = 1; rows <= std::min<int64_t>(threads, row_tiles); rows++) {
-    const int64_t cols = std::min(threads / rows, col_tiles);
-    const int64_t m = ceil_div(row_tiles, rows) * kernel.rows, n = ceil_div(col_tiles, cols) * kernel.lanes;
-    const int64_t cost = m * n + 10 * (m + n);
-    if (cost < best_cost) best_cost = cost, best.rows.parts = rows, best.cols.parts = cols;
-  }
-  if (threads > 1 && (uneven || M / best.rows.parts >= 2048))
-    best.rows.parts = std::min(4 * best.rows.parts, row_tiles);
-  return best;
-}
-
 static void multiply(const Product& p, int threads, MatmulScratch& scratch) {
   const MatmulKernel& kernel = scratch.kernel();
-  const Grid grid = grid_for(kernel, p.M, p.N, p.update.symmetric, threads);
   const int caller = thread_number();  // of a parallel region around this call
   scratch.reserve(caller + threads);
-#pragma omp parallel for schedule(dynamic) num_threads(threads) if (threads > 1)
-  for (int64_t i = 0; i < grid.rows.parts * grid.cols.parts; i++) {
-    const int64_t row = i / grid.cols.parts, col = i % grid.cols.parts;
-    const Product part =
-        p.part(grid.rows.begin(row) * kernel.rows, std::min(p.M, grid.rows.end(row) * kernel.rows),
-               grid.cols.begin(col) * kernel.lanes, std::min(p.N, grid.cols.end(col) * kernel.lanes));
-    kernel.run(part, scratch.of_thread(threads > 1 ? thread_number() : caller));
+  // A region of its own also for one thread: what the kernel shares out is for these threads only.
+#pragma omp parallel num_threads(threads)
+  {
+    const int thread = threads > 1 ? thread_number() : caller;
+    kernel.run(p, scratch.of_thread(thread), scratch.of_thread(caller), threads);
+    if (p.update.symmetric) {
+#pragma omp for schedule(dynamic, 4)
+      for (int64_t row = 0; row < p.M; row += kernel.lanes) kernel.mirror(p, row);
+    }
   }
-  if (!p.update.symmetric) return;
-#pragma omp parallel for schedule(dynamic, 4) num_threads(threads) if (threads > 1)
-  for (int64_t row = 0; row < p.M; row += kernel.lanes) kernel.mirror(p, row);
 }
 
 // Threads worth waking for a product of that many multiply-adds; one inside a parallel region.

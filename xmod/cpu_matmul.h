@@ -60,8 +60,10 @@ struct MatmulKernel {
   bool (*runs_here)();     // whether this processor says that it has the instructions
   bool (*runs_by_name)();  // whether it executes them, though it may not say so
   bool slow;               // only by name: there for comparison, not for speed
-  int64_t rows, lanes;     // C is dealt to threads in multiples of these
-  void (*run)(const detail::Product&, detail::MatmulWorkspace&);
+  int64_t lanes;
+  // Called by each of `threads` threads of a parallel region. shared: one workspace for all of them.
+  void (*run)(const detail::Product&, detail::MatmulWorkspace& own, detail::MatmulWorkspace& shared,
+              int threads);
   void (*mirror)(const detail::Product&, int64_t row);  // into a stretch of rows of C, `lanes` of them
 };
 

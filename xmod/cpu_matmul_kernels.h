@@ -239,12 +239,14 @@ void pack_rows(typename Tile::Element* to, int64_t stride, Operand from, int64_t
 }
 
 // ---------------------------------------------------------------------------------------------------
-// A product on one thread, slab of B by slab of B.
+// A product, slab of B by slab of B. The threads of a parallel region pack a slab together, then take blocks
+// of A to multiply it by as they come free: one that is held up does not hold up the others.
 
 template <class Tile>
 class SlabProduct {
  public:
-  static void run(const Product& whole, MatmulWorkspace& workspace) {
+  // Each thread calls it, with a workspace of its own for A and the same one for B.
+  static void run(const Product& whole, MatmulWorkspace& own, MatmulWorkspace& shared, int threads) {
     const Product p = whole.part(0, whole.M, 0, whole.needed_cols());
     Tile::begin();
     const Shares slabs{ceil_div(p.N, kLanes), ceil_div(p.N, kSlabCols)};
@@ -255,7 +257,7 @@ class SlabProduct {
       for (int64_t block = 0; block < blocks.parts; block++) {
         const Product terms =
             columns.terms(blocks.begin(block) * kStep, std::min(p.K, blocks.end(block) * kStep));
-        SlabProduct(terms, workspace).multiply_slab();
+        SlabProduct(terms, own, shared, threads).multiply_slab();
       }
     }
     Tile::end();
@@ -267,28 +269,42 @@ class SlabProduct {
   static constexpr int64_t kStep = Tile::kDepthStep;
   static constexpr int64_t kBlockRows = kMostBlockRows / kRows * kRows;
 
-  SlabProduct(const Product& p, MatmulWorkspace& workspace)
+  SlabProduct(const Product& p, MatmulWorkspace& own, MatmulWorkspace& shared, int threads)
       : p_(p),
-        packed_a_(reinterpret_cast<Element*>(workspace.packed_a)),
-        packed_b_(reinterpret_cast<Element*>(workspace.packed_b)),
+        threads_(threads),
+        packed_a_(reinterpret_cast<Element*>(own.packed_a)),
+        packed_b_(reinterpret_cast<Element*>(shared.packed_b)),
         padded_(ceil_div(p.K, kStep) * kStep),
         depth_(padded_ / kTerms),
         panels_{ceil_div(p.N, kLanes), ceil_div(ceil_div(p.N, kLanes), Tile::kPanel)} {}
 
+  // Both loops end with all threads: B is whole before it is used, and used before the next slab takes its
+  // place.
   void multiply_slab() {
     pack_b();
-    for (int64_t m = 0; m < p_.M; m += kBlockRows) {
-      const Product rows = p_.part(m, std::min(p_.M, m + kBlockRows), 0, p_.N);
-      if constexpr (Tile::kConvertsA) {
-        pack_rows<Tile>(packed_a_, kPackedStride, rows.a, rows.M, ceil_div(rows.M, kRows) * kRows, p_.K,
-                        padded_);
-        multiply_block<false>(rows, packed_a_, kPackedStride);
-      } else if (p_.a.col_stride == 1) {
-        multiply_block<false>(rows, rows.a.data, rows.a.row_stride);
-      } else {
-        pack_a_panels(rows);
-        multiply_block<true>(rows, packed_a_, depth_);
-      }
+
+    // Where there are few blocks of A, each is multiplied by some of the panels at a time.
+    const int64_t blocks = ceil_div(p_.M, kBlockRows), wanted = threads_ == 1 ? 1 : 4 * threads_;
+    const Shares groups{panels_.parts, std::min(panels_.parts, ceil_div(wanted, blocks))};
+#pragma omp for schedule(dynamic)
+    for (int64_t i = 0; i < blocks * groups.parts; i++) {
+      const int64_t m = i / groups.parts * kBlockRows, group = i % groups.parts;
+      multiply_block(p_.part(m, std::min(p_.M, m + kBlockRows), 0, p_.N), groups.begin(group),
+                     groups.end(group));
+    }
+  }
+
+  // With the panels begin .. end of B.
+  void multiply_block(const Product& rows, int64_t begin, int64_t end) {
+    if constexpr (Tile::kConvertsA) {
+      pack_rows<Tile>(packed_a_, kPackedStride, rows.a, rows.M, ceil_div(rows.M, kRows) * kRows, p_.K,
+                      padded_);
+      multiply_panels<false>(rows, begin, end, packed_a_, kPackedStride);
+    } else if (p_.a.col_stride == 1) {
+      multiply_panels<false>(rows, begin, end, rows.a.data, rows.a.row_stride);
+    } else {
+      pack_a_panels(rows);
+      multiply_panels<true>(rows, begin, end, packed_a_, depth_);
     }
   }
 
@@ -298,13 +314,14 @@ class SlabProduct {
   }
 
   void pack_b() {
-    const int64_t step = stretch(p_.b, padded_);
-    for (int64_t k = 0; k < padded_; k += step) {
-      for (int64_t panel = 0; panel < panels_.parts; panel++) {
-        const int64_t n = panels_.begin(panel) * kLanes, width = panels_.size(panel) * kLanes;
-        pack_panel<Tile>(packed_b_ + n * depth_ + k / kTerms * width, width, p_.b.from(k, n), p_.update.alpha,
-                         p_.K - k, std::min(step, padded_ - k), std::min(p_.N - n, width));
-      }
+    const int64_t step = stretch(p_.b, padded_), panels = panels_.parts;
+    [[maybe_unused]] const int64_t at_a_time = step < padded_ ? panels : 1;
+#pragma omp for schedule(dynamic, at_a_time)
+    for (int64_t i = 0; i < ceil_div(padded_, step) * panels; i++) {
+      const int64_t k = i / panels * step, panel = i % panels;
+      const int64_t n = panels_.begin(panel) * kLanes, width = panels_.size(panel) * kLanes;
+      pack_panel<Tile>(packed_b_ + n * depth_ + k / kTerms * width, width, p_.b.from(k, n), p_.update.alpha,
+                       p_.K - k, std::min(step, padded_ - k), std::min(p_.N - n, width));
     }
   }
 
@@ -322,8 +339,9 @@ class SlabProduct {
 
   // a: row m begins at a + m * a_stride, in panels as well as on its own.
   template <bool Paneled>
-  void multiply_block(const Product& rows, const Element* a, int64_t a_stride) const {
-    for (int64_t panel = 0; panel < panels_.parts; panel++) {
+  void multiply_panels(const Product& rows, int64_t begin, int64_t end, const Element* a,
+                       int64_t a_stride) const {
+    for (int64_t panel = begin; panel < end; panel++) {
       unrolled<Tile::kPanel>([&](auto narrower) {
         if (panels_.size(panel) == narrower + 1)
           multiply_panel<narrower + 1, Paneled>(rows, panel, a, a_stride);
@@ -345,6 +363,7 @@ class SlabProduct {
   static constexpr int64_t kPackedStride = kMaxDepth + kRowPadding;
 
   Product p_;
+  int threads_;
   Element* packed_a_;
   Element* packed_b_;
   int64_t padded_;  // terms of the reduction, rounded up to whole steps
@@ -378,7 +397,5 @@ void mirror(const Product& p, int64_t row) {
 template <class Tile>
 MatmulKernel kernel_of(const char* name, bool (*runs_here)(), bool (*runs_by_name)(), bool slow = false) {
   const Precision precision = Tile::kTerms == 1 ? Precision::fp32 : Precision::bf16;
-  return {name,        precision,   runs_here,    runs_by_name,
-          slow,        Tile::kRows, Tile::kLanes, SlabProduct<Tile>::run,
-          mirror<Tile>};
+  return {name, precision, runs_here, runs_by_name, slow, Tile::kLanes, SlabProduct<Tile>::run, mirror<Tile>};
 }
