@@ -34,7 +34,7 @@ class Case:
         try:
             size, _, zero = text.partition(":")
             self.ranks, self.threads = map(int, size.split("x"))
-            self.zero = int(zero or 0)
+            self.zero = int(zero or 1)
             if self.ranks < 1 or self.threads < 1 or self.zero not in (0, 1):
                 raise ValueError
         except ValueError:

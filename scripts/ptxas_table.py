@@ -63,7 +63,7 @@ HOT = [
     ("gather_kernel<8, float, float>", 256, 0),
     ("token_order_kernel", 256, 0),
     ("encoder_backward_kernel<8>", 256, 0),
-    ("convert_kernel<__nv_bfloat16, float>", 256, 0),
+    ("convert_kernel<8, __nv_bfloat16, float>", 256, 0),
     ("tensor_sum_kernel<Square>", 256, 0),
     ("adamw_kernel", 256, 0),
     ("muon_momentum_kernel", 256, 0),

@@ -4,6 +4,7 @@ why, where the program was built without MPI."""
 import json
 import math
 import re
+import shutil
 import subprocess
 import sys
 import unittest
@@ -225,6 +226,22 @@ class CudaTest(RanksTest):
         first = self.folder / "whole" / "step_00000004"
         whole, shared = (self.run_ranks(2, f"from_{zero}", zero=zero, init_from=first, **run) for zero in (0, 1))
         self.assert_same_record(shared, record(whole))
+
+    def test_another_start(self):
+        """It shows, although the ranks then send each other the weights that they share out."""
+        run = {"steps": 1, "precision": "bf16"}
+        first, other = (self.run_ranks(1, f"seed_{seed}", seed=seed, **run) / "step_00000001" for seed in (1, 2))
+        changed = shutil.copytree(first, self.folder / "changed")
+        config = json.loads((changed / "config.json").read_text())
+        (changed / "config.json").write_text(json.dumps({**config, "rms_norm_eps": 1e-3}))
+        for start, message in ((None, "--init-from: rank 1 has nothing"), (changed, "the model: rank 1 has"),
+                               (other, "the weights at step 0: rank 1 has")):
+            with self.subTest(message):
+                process = self.start_ranks(*[[self.binary, *self.arguments(2, **{
+                    **self.RUN, **run, "batch_size": 2, "out": "never", "init_from": path})] for path in (first, start)])
+                _, err = process.communicate(timeout=60)
+                self.assertNotEqual(process.returncode, 0)
+                self.assertIn(message, err)
 
 
 class RefusalTest(RanksTest):

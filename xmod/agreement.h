@@ -12,6 +12,7 @@
 
 #include "dataloader.h"
 #include "xmod/communicator.h"
+#include "xmod/config_json.h"
 #include "xmod/fingerprint.h"
 #include "xmod/flags.h"
 #include "xmod/model.h"
@@ -63,6 +64,8 @@ inline void require_same_run(Communicator& ranks, const Options& o, const TokenS
                              const TokenShards* validation) {
   if (ranks.size() == 1) return;
   Facts facts = flag_facts(o);
+  facts.emplace_back("--init-from", o.train.init_from.empty() ? "nothing" : "a checkpoint");
+  facts.emplace_back("the model", config_to_json(o.model).dump());  // what no flag sets, too
   facts.emplace_back("--train-data", training.fingerprint());
   facts.emplace_back("--val-data", validation ? validation->fingerprint() : "none");
   require_same(ranks, facts);
@@ -81,15 +84,16 @@ uint64_t hash_of_device(Backend& be, const Number* device, int64_t n, uint64_t h
   return hash;
 }
 
-// Of each as all ranks have it: where they share out fp32 weights, in the format in which it is read.
+// Of each as all ranks have it: where they share out fp32 weights, in the format in which it is read, and
+// without product_weights only of what every rank has by itself.
 template <class Backend>
-uint64_t hash_parameters(const Model<Backend>& model) {
+uint64_t hash_parameters(const Model<Backend>& model, bool product_weights = true) {
   Backend& be = model.backend();
   uint64_t hash = kHashStart;
   for (const Parameter& p : model.table.entries) {
     if constexpr (sizeof(typename Backend::floatX) < sizeof(float)) {
       if (!model.has_all_masters && p.read == Read::by_products_alone) {
-        hash = hash_of_device(be, model.product_weights() + p.offset, p.size, hash);
+        if (product_weights) hash = hash_of_device(be, model.product_weights() + p.offset, p.size, hash);
         continue;
       }
     }
@@ -100,10 +104,11 @@ uint64_t hash_parameters(const Model<Backend>& model) {
 
 // The ranks' weights are moved by the same arithmetic, and part where processors differ in it.
 template <class Backend>
-void require_same_weights(Communicator& ranks, const Model<Backend>& model, int64_t step) {
+void require_same_weights(Communicator& ranks, const Model<Backend>& model, int64_t step,
+                          bool product_weights = true) {
   if (ranks.size() == 1) return;
-  require_same(ranks,
-               {{detail::concatenate("the weights at step ", step), show_hash(hash_parameters(model))}});
+  require_same(ranks, {{detail::concatenate("the weights at step ", step),
+                        show_hash(hash_parameters(model, product_weights))}});
 }
 
 }  // namespace xmod

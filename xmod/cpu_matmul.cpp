@@ -1,4 +1,4 @@
-// The sets of instructions that products run on, and how a product is shared among threads.
+// The sets of instructions that products run on.
 #include "xmod/cpu_matmul.h"
 
 #include <algorithm>

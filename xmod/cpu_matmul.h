@@ -6,10 +6,11 @@
 // the matrix, or the place of the row in it. Nothing is skipped: 0 * NaN is NaN here too.
 //
 // Where to read on:
-//   cpu_matmul_kernels.h  the inner loop, packing, and a product on one thread; compiled once for each set of
-//                         instructions
+//   cpu_matmul_kernels.h  the inner loop, packing, and how threads share a product; compiled once for each
+//   set
+//                         of instructions
 //   cpu_matmul_amx.h      the inner loop on AMX tiles
-//   cpu_matmul.cpp        the sets of instructions, and how a product is shared among threads
+//   cpu_matmul.cpp        the sets of instructions
 #pragma once
 
 #include <cstdint>

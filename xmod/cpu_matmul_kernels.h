@@ -1,4 +1,4 @@
-// The inner loop of a product, the packing that feeds it, and a product on one thread. No #pragma once:
+// The inner loop of a product, the packing that feeds it, and how threads share a product. No #pragma once:
 // cpu_matmul.cpp includes this file once for each set of instructions, inside a namespace of its own, and
 // the compiler makes of the vectors what that set offers.
 //
@@ -6,8 +6,8 @@
 //   A tile of C, some rows x some vectors, stays in registers while the inner loop runs down the reduction:
 //   each step loads one row of a panel of B and multiplies it by one broadcast element of each row of A. B
 //   is packed slab by slab into such panels, in the order the inner loop reads them. A is read where it lies
-//   if its rows are contiguous and need no conversion, and packed block by block if not. Threads share
-//   nothing: each multiplies rectangles of C by itself, from workspaces of its own.
+//   if its rows are contiguous and need no conversion, and packed block by block if not. Threads pack a slab
+//   of B together; then each multiplies blocks of A by it, from a workspace of its own.
 
 // Calls body with the constants 0 .. Count-1, so that arrays indexed by them can live in registers.
 template <int Count, class Body>

@@ -156,8 +156,10 @@ class Trainer {
       state_.loader = loader_.state();
       if (o_.resume) log_ << "no checkpoint in " << o_.out << " yet: starting from step 0\n";
     }
-    if (!model_.has_all_masters) exchange_.spread_parameters();  // what products read is not there yet
-    require_same_weights(ranks_, model_, state_.step);
+    // What products read is not there yet where fp32 weights are shared out; and once the owners have sent
+    // it, other weights on some ranks would show no more.
+    require_same_weights(ranks_, model_, state_.step, model_.has_all_masters);
+    if (!model_.has_all_masters) exchange_.spread_parameters();
     first_step_ = state_.step;
     steps_ = resolve_steps(config_, o_, step_tokens(), state_);
     warmup_ = resolve_warmup(o_, steps_);
