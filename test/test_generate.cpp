@@ -4,6 +4,7 @@
 #include <set>
 
 #include "backend.h"
+#include "small_config.h"
 #include "xmod/error.h"
 
 namespace xmod {
@@ -109,25 +110,10 @@ TEST(SampleToken, LogitsOfAnySize) {
 // ---------------------------------------------------------------------------------------------------
 // generate
 
-ModelConfig small_config(Arch arch, int64_t seq_len) {
-  ModelConfig c;
-  c.arch = arch;
-  c.vocab_size = 41;
-  c.dim = 20;
-  c.active_layers = 5;
-  c.heads = 2;
-  c.kv_heads = 1;
-  c.head_dim = 8;
-  c.ffn_dim = 28;
+ModelConfig config_of(Arch arch, int64_t seq_len) {
+  ModelConfig c = small_config(arch);
   c.seq_len = seq_len;
   c.token_sparsity = 2;
-  c.dense_prefix = 1;
-  if (has_experts(arch)) {
-    c.experts = 4;
-    c.expert_dim = 8;
-    c.shared_experts = 1;
-  }
-  if (arch == Arch::moe) c.experts_per_token = 2;
   return c;
 }
 
@@ -135,7 +121,7 @@ class Generate : public ::testing::TestWithParam<Arch> {
  protected:
   // One batch of random tokens gives the thresholds a value amid the scores.
   explicit Generate(int64_t seq_len = 24)
-      : config_(small_config(GetParam(), seq_len)), model_(be_, config_, 3, Use::training) {
+      : config_(config_of(GetParam(), seq_len)), model_(be_, config_, 3, Use::training) {
     model_.initialise(5);
     const Ints tokens = random_ids(config_.seq_len, config_.vocab_size, 1);
     model_.forward_backward(tokens.data(), tokens.data(), 1, config_.seq_len, 1);

@@ -59,7 +59,9 @@ class CudaSparseMemory {
     const CUresult asked = driver.granularity(&granularity, &memory, CU_MEM_ALLOC_GRANULARITY_MINIMUM);
     if (asked != CUDA_SUCCESS || granularity == 0 || kSparseGranule % static_cast<int64_t>(granularity) != 0)
       return nullptr;
-    return std::unique_ptr<CudaSparseMemory>(new CudaSparseMemory(driver, memory, bytes, runs));
+    std::unique_ptr<CudaSparseMemory> made(new CudaSparseMemory(driver, bytes));
+    for (const NumberRange& run : runs) made->map(memory, run);
+    return made;
   }
 
   ~CudaSparseMemory() {
@@ -106,12 +108,10 @@ class CudaSparseMemory {
     }
   };
 
-  CudaSparseMemory(const Driver& driver, const CUmemAllocationProp& memory, int64_t bytes,
-                   const std::vector<NumberRange>& runs)
+  CudaSparseMemory(const Driver& driver, int64_t bytes)
       : driver_(driver), size_(static_cast<size_t>(whole_granules(bytes))) {
     check(driver_.reserve_addresses(&begin_, size_, static_cast<size_t>(kSparseGranule), 0, 0),
           "cuMemAddressReserve");
-    for (const NumberRange& run : runs) map(memory, run);
   }
 
   void map(const CUmemAllocationProp& memory, const NumberRange& run) {
