@@ -172,7 +172,7 @@ bench: build/bench_xmod
 
 quickstart:
 	@scripts/install_deps.sh build plot
-	@$(MAKE) --no-print-directory all
+	@$(MAKE) --no-print-directory report train_xmod
 	@PYTHON='$(PYTHON)' scripts/quickstart.sh
 
 format:
