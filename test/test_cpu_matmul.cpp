@@ -18,6 +18,10 @@
 #ifdef _OPENMP
 #include <omp.h>
 #endif
+#ifdef __linux__
+#include <sys/mman.h>
+#include <unistd.h>
+#endif
 
 #include "xmod/cpu_instructions.h"
 #include "xmod/cpu_matmul_blocks.h"
@@ -87,6 +91,25 @@ std::string kernel_name(const ::testing::TestParamInfo<const MatmulKernel*>& inf
   std::replace_if(
       name.begin(), name.end(), [](char c) { return c == '-' || c == ' '; }, '_');
   return name;
+}
+
+// Against all ways of dealing the blocks out one by one.
+TEST(EvenBlock, IsTheLargestThatLeavesTheBusiestThreadHardlyMoreThanNeedBe) {
+  const auto good = [](int64_t total, int64_t size, int64_t threads) {
+    std::vector<int64_t> load(threads);
+    for (int64_t at = 0, turn = 0; at < total; at += size, turn++)
+      load[turn % threads] += std::min(size, total - at);
+    const int64_t least = (total + threads - 1) / threads;
+    return *std::max_element(load.begin(), load.end()) * 64 <= least * 65;
+  };
+  for (int64_t total = 1; total < 400; total++) {
+    for (int64_t threads = 1; threads < 9; threads++) {
+      int64_t expected = 5;
+      while (!good(total, expected, threads)) expected--;
+      EXPECT_EQ(detail::even_block(total, 5, threads), expected)
+          << total << " things, " << threads << " threads";
+    }
+  }
 }
 
 constexpr float kNan = std::numeric_limits<float>::quiet_NaN();
@@ -247,9 +270,60 @@ TEST_P(CpuMatmul, EqualsADoubleProductInEveryLayoutAndShape) {
 TEST_P(CpuMatmul, EqualsADoubleProductWhereBIsPackedInSeveralSlabs) {
   MatmulScratch scratch = new_scratch();
   for (int layout = 0; layout < 4; layout++) {
-    check_against_double(5, 1601, 600, layout & 1, layout & 2, 1.0f, layout & 2, scratch);
+    check_against_double(5, 2 * detail::kSlabCols + 65, 600, layout & 1, layout & 2, 1.0f, layout & 2,
+                         scratch);
   }
 }
+
+// A's rows or columns a multiple of 4 KiB apart: such rows are packed first.
+TEST_P(CpuMatmul, EqualsADoubleProductWhereRowsMeetInTheCache) {
+  MatmulScratch scratch = new_scratch();
+  for (int layout = 0; layout < 4; layout++) {
+    const bool transposed = layout & 1;  // check_against_double pads A by M % 4
+    check_against_double(transposed ? detail::kConflictStride : 40, 50,
+                         transposed ? 40 : detail::kConflictStride, transposed, layout & 2, 1.0f, layout & 2,
+                         scratch);
+  }
+}
+
+#ifdef __linux__
+// A copy that ends where memory ends: reading on is a fault.
+class BeforeUnreadable {
+ public:
+  explicit BeforeUnreadable(const std::vector<float>& values) {
+    const size_t page = sysconf(_SC_PAGESIZE), bytes = values.size() * sizeof(float);
+    bytes_ = (bytes + page - 1) / page * page + page;
+    memory_ =
+        static_cast<char*>(mmap(nullptr, bytes_, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0));
+    EXPECT_EQ(mprotect(memory_ + bytes_ - page, page, PROT_NONE), 0);
+    data_ = reinterpret_cast<float*>(memory_ + bytes_ - page - bytes);
+    std::memcpy(data_, values.data(), bytes);
+  }
+  ~BeforeUnreadable() { munmap(memory_, bytes_); }
+  float* data() { return data_; }
+
+ private:
+  size_t bytes_;
+  char* memory_;
+  float* data_;
+};
+
+TEST_P(CpuMatmul, ReadsNothingBehindItsFactors) {
+  MatmulScratch scratch = new_scratch();
+  for (int layout = 0; layout < 4; layout++) {
+    for (int64_t M : {1, 12, 13, 32, 40}) {
+      const Matrix a(M, 37, layout & 1, 0, 1), b(37, 41, layout & 2, 0, 2);
+      BeforeUnreadable a_data(a.data), b_data(b.data);
+      Operand left = a.operand(), right = b.operand();
+      left.data = a_data.data();
+      right.data = b_data.data();
+      std::vector<float> c(M * 41);
+      matmul(c.data(), 41, left, right, M, 41, 37, scratch);
+      expect_same_bits(c.data(), multiply(a, b).data(), M * 41, "layout " + std::to_string(layout));
+    }
+  }
+}
+#endif
 
 TEST_P(CpuMatmul, ReadsOperandsOfAnyStrides) {
   const Matrix wide_a(19, 3 * 40, false, 0, 1), wide_b(40, 2 * 50, false, 0, 2);

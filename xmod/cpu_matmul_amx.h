@@ -12,15 +12,16 @@
 template <class Tiles>
 struct AmxTile : Bf16<16, 32, 2> {
   static constexpr int kDepthStep = 32;
+  static constexpr bool kTakesColumnsOfA = false;
 
   static void begin() { Tiles::configure(); }
   static void end() { Tiles::release(); }
 
   // As RegisterTile::tile; a holds kRows rows, zeros beyond those of C, and depth is a multiple of 16.
-  template <int Width, bool Paneled>
+  template <int Width, bool ByColumns>
   static void tile(const CTile& c, const uint32_t* a, int64_t a_stride, const uint32_t* panel,
                    int64_t depth) {
-    static_assert(!Paneled);
+    static_assert(!ByColumns);
     constexpr int64_t kElement = sizeof(uint32_t), kStride = Width * kLanes;  // of the panel and of `sums`
     prefetch(c);
     unrolled<4>([](auto t) { Tiles::template zero<t>(); });

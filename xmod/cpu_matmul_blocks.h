@@ -10,13 +10,17 @@
 
 namespace xmod::detail {
 
-// A slab of B (one block of the reduction deep) and a block of A stay in the second-level cache, and the
-// panels of the slab stream through the first. Depths count 32-bit elements: one term of the reduction each
-// in fp32, two in bf16.
+// A block of A and a panel of B stay in the second-level cache, a slab of B (one block of the reduction deep)
+// in the last one, and the panel streams through the first. Depths count 32-bit elements: one term of the
+// reduction each in fp32, two in bf16.
 constexpr int64_t kMaxDepth = 512;
-constexpr int64_t kSlabCols = 768;
+constexpr int64_t kSlabCols = 2048;
 constexpr int64_t kMostBlockRows = 64;
-constexpr int64_t kRowPadding = 16;  // rows of packed A must not start at the same place of their pages
+
+// Rows that lie a multiple of 4 KiB apart meet in the same few places of a first-level cache: in floats. Rows
+// of packed A must not.
+constexpr int64_t kConflictStride = 1024;
+constexpr int64_t kRowPadding = 16;
 
 constexpr int64_t kElementBytes = 4;
 
@@ -36,6 +40,19 @@ struct Shares {
 
 inline int64_t ceil_div(int64_t a, int64_t b) {
   return (a + b - 1) / b;
+}
+
+// The size of blocks, `most` at most, if threads take `total` things block by block in turn: the largest that
+// leaves the busiest of them hardly more than need be. Every block has to fetch B again.
+inline int64_t even_block(int64_t total, int64_t most, int64_t threads) {
+  const auto busiest = [&](int64_t size) {
+    const int64_t blocks = ceil_div(total, size), rounds = ceil_div(blocks, threads);
+    const int64_t last = total - (blocks - 1) * size;  // may be smaller, and the only one of its round
+    return (rounds - 1) * size + (blocks % threads == 1 || threads == 1 ? last : size);
+  };
+  int64_t size = most;
+  while (busiest(size) * 64 > ceil_div(total, threads) * 65 && size > 1) size--;
+  return size;
 }
 
 // The part of C that one call of a micro-kernel computes, within one block of the reduction.

@@ -6,8 +6,9 @@
 //   A tile of C, some rows x some vectors, stays in registers while the inner loop runs down the reduction:
 //   each step loads one row of a panel of B and multiplies it by one broadcast element of each row of A. B
 //   is packed slab by slab into such panels, in the order the inner loop reads them. A is read where it lies
-//   if its rows are contiguous and need no conversion, and packed block by block if not. Threads pack a slab
-//   of B together; then each multiplies blocks of A by it, from a workspace of its own.
+//   if it needs no conversion and its rows do not get in each other's way in the cache, and packed block by
+//   block if not. Threads pack a slab of B together; then each multiplies blocks of A by it, from a workspace
+//   of its own.
 
 // Calls body with the constants 0 .. Count-1, so that arrays indexed by them can live in registers.
 template <int Count, class Body>
@@ -52,6 +53,7 @@ struct Fp32 {
 
   static Floats multiply_add(const Floats& sum, float a, const Floats& b) { return sum + a * b; }
   static Elements across(const Floats (&terms)[kTerms]) { return terms[0]; }
+  static void along(float* to, const Floats& terms) { Vectors<Lanes>::store(to, terms); }
 };
 
 // Pairs of bf16 numbers, the term with the even index in the lower half, as every bf16 instruction wants
@@ -121,19 +123,21 @@ template <class Factors>
 struct RegisterTile : Factors {
   using Factors::kLanes, Factors::kRows, Factors::kPanel;
   using typename Factors::Element, typename Factors::Elements, typename Factors::Floats;
+  static constexpr bool kTakesColumnsOfA = true;
 
   static void begin() {}
   static void end() {}
 
   // C tile <- A rows (kRows, depth) times the panel (depth, Width * Lanes), depth in elements. A's rows lie
-  // `a_stride` elements apart, or (Paneled) A is a panel itself, (depth, kRows). Where the tile hangs over
-  // C's lower edge the last row is computed again and not stored: every row takes the same path. A
+  // `a_stride` elements apart, or (ByColumns) its columns, of kRows elements side by side. Where the tile
+  // hangs over C's lower edge rows are computed that are not stored: every row takes the same path. A
   // function on its own: inside a larger one compilers run out of registers.
-  template <int Width, bool Paneled>
+  template <int Width, bool ByColumns>
   [[gnu::noinline]] static void tile(const CTile& c, const Element* a, int64_t a_stride, const Element* panel,
                                      int64_t depth) {
     const Element* row[kRows];
-    for (int i = 0; i < kRows; i++) row[i] = a + (Paneled ? i : std::min<int64_t>(i, c.rows - 1) * a_stride);
+    for (int i = 0; i < kRows; i++)
+      row[i] = a + (ByColumns ? i : std::min<int64_t>(i, c.rows - 1) * a_stride);
 
     prefetch(c);
     Floats sum[kRows][Width] = {};
@@ -142,7 +146,7 @@ struct RegisterTile : Factors {
       unrolled<Width>(
           [&](auto j) { b[j] = Vectors<kLanes>::template load<Elements>(panel + (k * Width + j) * kLanes); });
       unrolled<kRows>([&](auto i) {
-        const Element a_ik = Paneled ? a[k * kRows + i] : row[i][k];
+        const Element a_ik = ByColumns ? a[k * a_stride + i] : row[i][k];
         unrolled<Width>([&](auto j) { sum[i][j] = Factors::multiply_add(sum[i][j], a_ik, b[j]); });
       });
     }
@@ -181,16 +185,22 @@ template <int Lanes, class Floats>
     trade_blocks<Lanes / 2>(tile, std::make_integer_sequence<int, Lanes>{});
   } else {
     float values[Lanes][Lanes] = {};
+    const int64_t width = std::clamp<int64_t>(cols, 0, Lanes);
     for (int64_t i = 0; i < std::min<int64_t>(rows, Lanes); i++) {
-      for (int64_t j = 0; j < std::min<int64_t>(cols, Lanes); j++) values[i][j] = *from.at(i, j);
+      if (from.col_stride == 1) {
+        std::memcpy(values[i], from.at(i, 0), static_cast<size_t>(width) * sizeof(float));
+      } else {
+        for (int64_t j = 0; j < width; j++) values[i][j] = *from.at(i, j);
+      }
     }
     unrolled<Lanes>([&](auto i) { tile[i] = V::load(values[i]); });
   }
 }
 
-// A (depth, cols) matrix, its rows along the reduction, times alpha: into a panel of `width` elements a row
-// (a multiple of the lanes), with zeros beyond cols and beyond depth up to `padded`.
-template <class Tile>
+// The first `width` columns of a (depth, cols) matrix, its rows along the reduction, times alpha: into a
+// panel of as many elements a row, with zeros beyond cols and beyond depth up to `padded`. Rest: width modulo
+// lanes.
+template <class Tile, int Rest = 0>
 void pack_panel(typename Tile::Element* panel, int64_t width, Operand from, float alpha, int64_t depth,
                 int64_t padded, int64_t cols) {
   constexpr int L = Tile::kLanes, T = Tile::kTerms;
@@ -203,21 +213,14 @@ void pack_panel(typename Tile::Element* panel, int64_t width, Operand from, floa
         if (k + element * T >= padded) return;
         typename Tile::Floats terms[T];
         unrolled<T>([&](auto t) { terms[t] = tile[element * T + t] * alpha; });
-        Vectors<L>::store(to + element * width, Tile::across(terms));
+        const auto row = Tile::across(terms);
+        if (Rest == 0 || j + L <= width) {
+          Vectors<L>::store(to + element * width, row);
+        } else {
+          std::memcpy(to + element * width, &row, Rest * sizeof *to);
+        }
       });
     }
-  }
-}
-
-// (depth, Width) in fp32, contiguous along Width in memory or not: a panel of A.
-template <int Width>
-void pack_columns(float* panel, Operand from, int64_t depth, int64_t cols) {
-  if (cols == Width && from.col_stride == 1) {
-    for (int64_t k = 0; k < depth; k++) std::memcpy(panel + k * Width, from.at(k, 0), Width * sizeof(float));
-    return;
-  }
-  for (int64_t k = 0; k < depth; k++) {
-    for (int64_t j = 0; j < Width; j++) panel[k * Width + j] = j < cols ? *from.at(k, j) : 0.0f;
   }
 }
 
@@ -267,7 +270,7 @@ class SlabProduct {
   using Element = typename Tile::Element;
   static constexpr int64_t kLanes = Tile::kLanes, kRows = Tile::kRows, kTerms = Tile::kTerms;
   static constexpr int64_t kStep = Tile::kDepthStep;
-  static constexpr int64_t kBlockRows = kMostBlockRows / kRows * kRows;
+  static constexpr int64_t kBlockTiles = kMostBlockRows / kRows;
 
   SlabProduct(const Product& p, MatmulWorkspace& own, MatmulWorkspace& shared, int threads)
       : p_(p),
@@ -283,29 +286,52 @@ class SlabProduct {
   void multiply_slab() {
     pack_b();
 
-    // Where there are few blocks of A, each is multiplied by some of the panels at a time.
-    const int64_t blocks = ceil_div(p_.M, kBlockRows), wanted = threads_ == 1 ? 1 : 4 * threads_;
+    // Where A is too low for several blocks a thread, each is multiplied by some of the panels at a time.
+    const int64_t wanted = threads_ == 1 ? 1 : 4 * threads_;
+    const int64_t rows = even_block(ceil_div(p_.M, kRows), kBlockTiles, threads_) * kRows;
+    const int64_t blocks = ceil_div(p_.M, rows);
     const Shares groups{panels_.parts, std::min(panels_.parts, ceil_div(wanted, blocks))};
 #pragma omp for schedule(dynamic)
     for (int64_t i = 0; i < blocks * groups.parts; i++) {
-      const int64_t m = i / groups.parts * kBlockRows, group = i % groups.parts;
-      multiply_block(p_.part(m, std::min(p_.M, m + kBlockRows), 0, p_.N), groups.begin(group),
-                     groups.end(group));
+      const int64_t first = i / groups.parts * rows, group = i % groups.parts;
+      multiply_block(first, std::min(p_.M, first + rows), groups.begin(group), groups.end(group));
     }
   }
 
-  // With the panels begin .. end of B.
-  void multiply_block(const Product& rows, int64_t begin, int64_t end) {
-    if constexpr (Tile::kConvertsA) {
-      pack_rows<Tile>(packed_a_, kPackedStride, rows.a, rows.M, ceil_div(rows.M, kRows) * kRows, p_.K,
-                      padded_);
-      multiply_panels<false>(rows, begin, end, packed_a_, kPackedStride);
-    } else if (p_.a.col_stride == 1) {
-      multiply_panels<false>(rows, begin, end, rows.a.data, rows.a.row_stride);
-    } else {
-      pack_a_panels(rows);
-      multiply_panels<true>(rows, begin, end, packed_a_, depth_);
+  // Some rows of A as the tiles take them. That of the row m begins at data + m * row_step; stride as there.
+  struct Left {
+    const Element* data;
+    int64_t row_step, stride;
+  };
+
+  // The rows first .. last of A with the panels begin .. end of B.
+  void multiply_block(int64_t first, int64_t last, int64_t begin, int64_t end) {
+    if constexpr (Tile::kTakesColumnsOfA) {
+      if (p_.a.col_stride != 1) return multiply_columns(first, last, begin, end);
     }
+    const Product rows = p_.part(first, last, 0, p_.N);
+    if constexpr (!Tile::kConvertsA) {
+      const int64_t stride = rows.a.row_stride;
+      if (stride % kConflictStride != 0)
+        return multiply_panels<false>(rows, begin, end, {rows.a.data, stride, stride});
+    }
+    pack_rows<Tile>(packed_a_, kPackedStride, rows.a, rows.M, ceil_div(rows.M, kRows) * kRows, p_.K, padded_);
+    multiply_panels<false>(rows, begin, end, {packed_a_, kPackedStride, kPackedStride});
+  }
+
+  // The same where A's columns are contiguous, or neither columns nor rows. A tile that hangs over the lower
+  // edge is packed: what lies behind A is not ours to read.
+  void multiply_columns(int64_t first, int64_t last, int64_t begin, int64_t end) {
+    int64_t packed = first;
+    if constexpr (!Tile::kConvertsA) {
+      if (p_.a.row_stride == 1) {
+        packed = first + (last - first) / kRows * kRows;
+        const Product rows = p_.part(first, packed, 0, p_.N);
+        multiply_panels<true>(rows, begin, end, {rows.a.data, 1, rows.a.col_stride});
+      }
+    }
+    pack_a_panels(packed, last);
+    multiply_panels<true>(p_.part(packed, last, 0, p_.N), begin, end, {packed_a_, depth_, kRows});
   }
 
   // Rows that are contiguous in memory are read in short stretches of k across all panels, along the rows.
@@ -325,38 +351,37 @@ class SlabProduct {
     }
   }
 
-  // Panels (K, kRows), one for each kRows rows.
-  void pack_a_panels(const Product& rows) {
-    const Operand columns = rows.a.transpose();
-    const int64_t step = stretch(columns, p_.K);
-    for (int64_t k = 0; k < p_.K; k += step) {
-      for (int64_t m = 0; m < rows.M; m += kRows) {
-        pack_columns<kRows>(packed_a_ + m * p_.K + k * kRows, columns.from(k, m), std::min(step, p_.K - k),
-                            std::min<int64_t>(kRows, rows.M - m));
+  // The rows first .. last in panels (depth_, kRows), one for each kRows of them.
+  void pack_a_panels(int64_t first, int64_t last) {
+    const Operand columns = p_.a.transpose();
+    const int64_t step = stretch(columns, padded_);
+    for (int64_t k = 0; k < padded_; k += step) {
+      for (int64_t m = first; m < last; m += kRows) {
+        Element* const to = packed_a_ + (m - first) * depth_ + k / kTerms * kRows;
+        pack_panel<Tile, kRows % kLanes>(to, kRows, columns.from(k, m), 1, p_.K - k,
+                                         std::min(step, padded_ - k), p_.M - m);
       }
     }
   }
 
-  // a: row m begins at a + m * a_stride, in panels as well as on its own.
-  template <bool Paneled>
-  void multiply_panels(const Product& rows, int64_t begin, int64_t end, const Element* a,
-                       int64_t a_stride) const {
+  template <bool ByColumns>
+  void multiply_panels(const Product& rows, int64_t begin, int64_t end, const Left& a) const {
     for (int64_t panel = begin; panel < end; panel++) {
       unrolled<Tile::kPanel>([&](auto narrower) {
-        if (panels_.size(panel) == narrower + 1)
-          multiply_panel<narrower + 1, Paneled>(rows, panel, a, a_stride);
+        if (panels_.size(panel) == narrower + 1) multiply_panel<narrower + 1, ByColumns>(rows, panel, a);
       });
     }
   }
 
-  template <int Width, bool Paneled>
-  void multiply_panel(const Product& rows, int64_t panel, const Element* a, int64_t a_stride) const {
+  template <int Width, bool ByColumns>
+  void multiply_panel(const Product& rows, int64_t panel, const Left& a) const {
     const int64_t n = panels_.begin(panel) * kLanes;
     const int64_t cols = std::min<int64_t>(p_.N - n, Width * kLanes);
     for (int64_t m = rows.first_row(n) / kRows * kRows; m < rows.M; m += kRows) {
       const CTile c{rows.c + m * rows.c_stride + n, rows.c_stride, std::min<int64_t>(kRows, rows.M - m), cols,
                     p_.update.accumulate};
-      Tile::template tile<Width, Paneled>(c, a + m * a_stride, a_stride, packed_b_ + n * depth_, depth_);
+      Tile::template tile<Width, ByColumns>(c, a.data + m * a.row_step, a.stride, packed_b_ + n * depth_,
+                                            depth_);
     }
   }
 
