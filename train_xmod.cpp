@@ -843,7 +843,7 @@ class CpuBackend : public CpuExpertPasses {
                    const int64_t* offsets,           // (count) on the host
                    const int64_t* momentum_offsets,  // (count) on the host
                    int64_t count, int64_t rows, int64_t cols, const MuonStep& h) {
-    muon_.update(params, momentum, grads, offsets, momentum_offsets, count, rows, cols, h, fp32_scratch_);
+    muon_.update(params, momentum, grads, offsets, momentum_offsets, count, rows, cols, h, matmul_scratch_);
   }
 
  private:

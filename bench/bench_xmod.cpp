@@ -94,7 +94,7 @@ inline void report_step(Report& report, const Training<Backend>& training, const
                 {"all of that", 1, true}},
                {{training.tokens(), seconds * 1e3, rate, model / 1e9, model / bounds.products,
                  flops_done(backend) / steps / seconds / 1e9, of_peak, peak_now / 1e9,
-                 of_peak * bounds.muon / peak_now}});
+                 of_peak * bounds.fp32_products / peak_now}});
 }
 
 inline void measure_size(Report& report, const Size& size, const BenchOptions& o, const Bounds& bounds) {
@@ -284,7 +284,7 @@ inline Bounds report_peaks(Report& report, const MachineOptions& machine, double
                {{"1 GiB", p.memory.read / 1e9, p.memory.copy / 1e9},
                 {"16 MiB", p.cache.read / 1e9, p.cache.copy / 1e9}});
   const double products = p.products(choose_matmul_kernel(machine.precision, machine.instructions).name);
-  return {products, p.fp32(), p.fp32(), p.fp32(), p.memory.copy};  // Muon and attention compute in fp32
+  return {products, p.fp32(), p.fp32(), p.memory.copy};  // attention computes in fp32
 }
 
 // ---------------------------------------------------------------------------------------------------

@@ -31,18 +31,17 @@ struct Unit {
 
 // What a pass is measured against: FLOP/s of the instructions that it uses, and bytes a second of a copy.
 struct Bounds {
-  double products, fp32_products, attention, muon;
+  double products, fp32_products, attention;
   double copy;
   Unit arithmetic = {"GFLOP/s", 1e9}, traffic = {"GB/s", 1e9};
 
   double of(Kind kind) const {
     switch (kind) {
       case Kind::product:
+      case Kind::muon:
         return products;
       case Kind::attention:
         return attention;
-      case Kind::muon:
-        return muon;
       default:
         return fp32_products;
     }

@@ -23,6 +23,7 @@
 #include <unistd.h>
 #endif
 
+#include "round_to_bf16.h"
 #include "xmod/cpu_instructions.h"
 #include "xmod/cpu_matmul_blocks.h"
 #include "xmod/error.h"
@@ -186,19 +187,13 @@ void expect_same_bits(const float* x, const float* y, int64_t count, const std::
   EXPECT_EQ(std::memcmp(x, y, count * sizeof(float)), 0) << what;
 }
 
-// The nearest bf16 number, ties to even.
-double to_bf16(float value) {
-  const double spacing = std::ldexp(1.0, value == 0 ? 0 : std::ilogb(value) - 7);
-  return std::nearbyint(double(value) / spacing) * spacing;
-}
-
 class CpuMatmul : public ::testing::TestWithParam<const MatmulKernel*> {
  protected:
   MatmulScratch new_scratch() const { return MatmulScratch(*GetParam()); }
 
   // A factor as the kernel sees it.
   double factor(float value) const {
-    return GetParam()->precision == Precision::bf16 ? to_bf16(value) : value;
+    return GetParam()->precision == Precision::bf16 ? round_to_bf16(value) : value;
   }
 
   std::vector<float> multiply(const Matrix& a, const Matrix& b) const {

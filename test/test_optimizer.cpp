@@ -5,6 +5,7 @@
 #include <array>
 
 #include "backend.h"
+#include "round_to_bf16.h"
 #include "xmod/schedule.h"
 
 namespace xmod {
@@ -142,13 +143,21 @@ Matrix with_spectrum(int64_t rows, int64_t cols, const Doubles& sigma) {
 // ---------------------------------------------------------------------------------------------------
 // Muon
 
-// Five Newton-Schulz steps, as README.md writes them.
-Matrix newton_schulz_reference(const Matrix& u) {
-  if (u.rows > u.cols) return transpose(newton_schulz_reference(transpose(u)));
-  Matrix x = 1 / (u.norm() + 1e-7) * u;
+Matrix exact(Matrix a) {
+  return a;
+}
+Matrix in_bf16(Matrix a) {
+  for (double& value : a.values) value = round_to_bf16(value);
+  return a;
+}
+
+// Five Newton-Schulz steps, as README.md writes them; `stored`: how matrices are kept between products.
+Matrix newton_schulz_reference(const Matrix& u, Matrix (*stored)(Matrix) = exact) {
+  if (u.rows > u.cols) return transpose(newton_schulz_reference(transpose(u), stored));
+  Matrix x = stored(1 / (u.norm() + 1e-7) * u);
   for (int step = 0; step < 5; step++) {
-    const Matrix a = x * transpose(x);
-    x = 3.4445 * x + (-4.7750 * a + 2.0315 * (a * a)) * x;
+    const Matrix a = stored(x * transpose(x));
+    x = stored(3.4445 * x + stored(-4.7750 * a + 2.0315 * (a * a)) * x);
   }
   return x;
 }
@@ -166,7 +175,8 @@ struct MuonReference {
 };
 
 // O of a first step with this gradient, taken back out of the updated parameters.
-Matrix orthogonalised(TestBackend& be, const Matrix& gradient) {
+template <class Backend>
+Matrix orthogonalised(Backend& be, const Matrix& gradient) {
   const Floats zeros(gradient.values.size());
   const Guarded<float> param(be, zeros), momentum(be, zeros), grad(be, floats(gradient));
   const int64_t offset = 0;
@@ -220,6 +230,30 @@ TEST_F(PassTest, MuonIsExactForBadlyConditionedMatrices) {
     }
   }
 }
+
+#ifndef XMOD_TEST_CUDA  // CUDA's is in test_cuda_passes_bf16.cpp
+TEST(Bf16Muon, ErrsAtMostAsMuchAsFivePlainStepsInBf16) {
+  TestBackend be({.precision = Precision::bf16, .instructions = "portable"});
+  double worst = 0, worst_plain = 0;
+  for (double smallest : {1.0, 1e-1, 1e-2, 1e-4}) {
+    Doubles sigma;
+    for (int i = 0; i < 48; i++) sigma.push_back(std::pow(smallest, i / 47.0));
+    for (const int64_t width : {48, 130}) {
+      const Matrix wide = with_spectrum(48, width, sigma);
+      for (const Matrix& gradient : {wide, transpose(wide)}) {
+        const Doubles expected = newton_schulz_reference(gradient).values;
+        const auto error = [&](const Matrix& o) { return normalised_error(floats(o), expected); };
+        const Matrix ours = orthogonalised(be, gradient);
+        EXPECT_GT(error(ours), 1e-4) << "this is no bf16";
+        EXPECT_LE(svd(ours).sigma.front(), 1.25);
+        worst = std::max(worst, error(ours));
+        worst_plain = std::max(worst_plain, error(newton_schulz_reference(gradient, in_bf16)));
+      }
+    }
+  }
+  EXPECT_LE(worst, worst_plain);
+}
+#endif
 
 TEST_F(PassTest, MuonMeetsTheOracleForMatricesWithoutFullRank) {
   check_oracle(be_, random_matrix(30, 2, 1) * random_matrix(2, 41, 2));
