@@ -198,8 +198,8 @@ template <int Lanes, class Floats>
 }
 
 // The first `width` columns of a (depth, cols) matrix, its rows along the reduction, times alpha: into a
-// panel of as many elements a row, with zeros beyond cols and beyond depth up to `padded`. Rest: width modulo
-// lanes.
+// panel of as many elements a row, with zeros beyond cols and beyond depth up to `padded`. Rest: `width`
+// modulo the lanes, known here so that a row's last elements are stored without a call.
 template <class Tile, int Rest = 0>
 void pack_panel(typename Tile::Element* panel, int64_t width, Operand from, float alpha, int64_t depth,
                 int64_t padded, int64_t cols) {
@@ -312,8 +312,8 @@ class SlabProduct {
     const Product rows = p_.part(first, last, 0, p_.N);
     if constexpr (!Tile::kConvertsA) {
       const int64_t stride = rows.a.row_stride;
-      if (stride % kConflictStride != 0)
-        return multiply_panels<false>(rows, begin, end, {rows.a.data, stride, stride});
+      const bool in_conflict = stride % kConflictStride == 0 && rows.M >= kRows;
+      if (!in_conflict) return multiply_panels<false>(rows, begin, end, {rows.a.data, stride, stride});
     }
     pack_rows<Tile>(packed_a_, kPackedStride, rows.a, rows.M, ceil_div(rows.M, kRows) * kRows, p_.K, padded_);
     multiply_panels<false>(rows, begin, end, {packed_a_, kPackedStride, kPackedStride});
