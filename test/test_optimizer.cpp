@@ -146,10 +146,6 @@ Matrix with_spectrum(int64_t rows, int64_t cols, const Doubles& sigma) {
 Matrix exact(Matrix a) {
   return a;
 }
-Matrix in_bf16(Matrix a) {
-  for (double& value : a.values) value = round_to_bf16(value);
-  return a;
-}
 
 // Five Newton-Schulz steps, as README.md writes them; `stored`: how matrices are kept between products.
 Matrix newton_schulz_reference(const Matrix& u, Matrix (*stored)(Matrix) = exact) {
@@ -233,6 +229,10 @@ TEST_F(PassTest, MuonIsExactForBadlyConditionedMatrices) {
 
 #ifndef XMOD_TEST_CUDA  // CUDA's is in test_cuda_passes_bf16.cpp
 TEST(Bf16Muon, ErrsAtMostAsMuchAsFivePlainStepsInBf16) {
+  const auto in_bf16 = [](Matrix a) {
+    for (double& value : a.values) value = round_to_bf16(value);
+    return a;
+  };
   TestBackend be({.precision = Precision::bf16, .instructions = "portable"});
   double worst = 0, worst_plain = 0;
   for (double smallest : {1.0, 1e-1, 1e-2, 1e-4}) {
