@@ -6,9 +6,8 @@
 // the matrix, or the place of the row in it. Nothing is skipped: 0 * NaN is NaN here too.
 //
 // Where to read on:
-//   cpu_matmul_kernels.h  the inner loop, packing, and how threads share a product; compiled once for each
-//   set
-//                         of instructions
+//   cpu_matmul_kernels.h  the inner loop, packing, and how threads share a product; compiled once for
+//                         each set of instructions
 //   cpu_matmul_amx.h      the inner loop on AMX tiles
 //   cpu_matmul.cpp        the sets of instructions
 #pragma once
@@ -41,8 +40,9 @@ inline Operand transposed(const float* data, int64_t stride) {
   return {data, 1, stride};
 }
 
-// What happens to C: C = A (alpha B), or with accumulate C += A (alpha B). `symmetric` promises that A B is,
-// and C where it is added to: for large ones little more than half is computed, then mirrored.
+// What happens to C: C = A (alpha B), or with accumulate C += A (alpha B). `symmetric` promises that A B is
+// but for rounding, and C where it is added to: of large ones little more than the lower half is computed,
+// then mirrored.
 struct MatmulUpdate {
   float alpha = 1.0f;
   bool accumulate = false;

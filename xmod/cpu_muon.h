@@ -4,6 +4,7 @@
 #include <algorithm>
 #include <cmath>
 #include <cstdint>
+#include <span>
 #include <utility>
 #include <vector>
 
@@ -103,8 +104,7 @@ class CpuMuon {
   // All p(A) are polynomials in the first A: they commute, and the next A is p(A) A p(A). So the steps are
   // taken among the small symmetric matrices, and X is multiplied by their product: for a matrix three times
   // as wide as high a third less arithmetic. What rounding did to A, small eigenvalues above all, grows with
-  // every step; therefore A is made afresh from X after three, which is as exact as five plain steps, with
-  // factors of the products in bf16 as well as in fp32.
+  // every step; therefore A is made afresh from X after some.
   static const float* newton_schulz(int64_t rows, int64_t cols, Scratch& scratch,
                                     MatmulScratch& matmul_scratch) {
     float *x = scratch.x.data(), *next = scratch.next.data();
@@ -114,7 +114,7 @@ class CpuMuon {
     for (int64_t i = 0; i < rows * cols; i++) x[i] *= scale;
     const bool tall = rows > cols;
     const int64_t R = std::min(rows, cols), L = std::max(rows, cols);
-    for (int steps : {3, 2}) {
+    for (int steps : steps_at_a_time(matmul_scratch.kernel().precision)) {
       const Operand wide = tall ? transposed(x, cols) : stored(x, cols);  // (R, L)
       matmul(scratch.gram.data(), R, wide, wide.transpose(), R, R, L, matmul_scratch, {.symmetric = true});
       const Operand factor = stored(newton_schulz_factor(steps, R, scratch, matmul_scratch), R);
@@ -126,6 +126,14 @@ class CpuMuon {
       std::swap(x, next);
     }
     return x;
+  }
+
+  // Three in fp32 are as exact as plain steps. In bf16 the third would start from an A whose small
+  // eigenvalues are rounding, negative ones among them, and take singular values beyond all bounds where a
+  // few large ones and rows of different scales come together; two err as plain steps in bf16 do.
+  static std::span<const int> steps_at_a_time(Precision precision) {
+    static constexpr int kFp32[] = {3, 2}, kBf16[] = {2, 2, 1};
+    return precision == Precision::fp32 ? std::span<const int>(kFp32) : kBf16;
   }
 
   // The product (R, R) of p(A) over that many steps, from A = scratch.gram (R, R), which is used up.
