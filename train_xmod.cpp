@@ -82,8 +82,8 @@ class CpuBackend : public CpuExpertPasses {
     const int64_t selection = threads * c.seq_len * 2 * static_cast<int64_t>(sizeof(uint64_t));
     const int64_t row_values = training ? n * static_cast<int64_t>(sizeof(float)) : 0;
     const int64_t row_sums = training ? row_sums_bytes(n, c.dim) : 0;
-    constexpr int64_t kScratches = 2;  // of the chosen precision, and of what is fp32 in any case
-    return kScratches * MatmulScratch::bytes(threads) +
+    const int64_t scratches = has_experts(c.arch) ? 2 : 1;  // their routers are fp32 in any case
+    return scratches * MatmulScratch::bytes(threads) +
            attention_working_bytes(B, c.seq_len, c.heads, c.kv_heads, c.head_dim, threads, training) +
            std::max(row_sums, expert_working_bytes(c, n)) + (is_routed(c.arch) ? selection + row_values : 0);
   }

@@ -2,15 +2,13 @@
 // apart they are. Past a bound the exit status is 1.
 //
 //   fp32   Every architecture from the same seed, and every model of test/data/ from its weights.
-//   Activations,
-//          gradients and weights of every step differ by at most 1e-5 of their size; both choose the same
-//          tokens and experts. CUDA begins each step with the CPU's weights: what a step computes is
-//          compared, and not how fast two runs drift apart.
+//          Activations and gradients of every step differ by at most 1e-5 of their size, weights by twice
+//          as much; both choose the same tokens and experts. CUDA begins each step with the CPU's weights:
+//          what a step computes is compared, and not how fast two runs drift apart.
 //   bf16   A step of the models of test/data/, at whose weights rounding changes no choice. Loss and
-//   gradients,
-//          against fp64: at most twice PyTorch's error under autocast, which the files hold. They hold none
-//          of the other tensors: activations and new weights, against the CPU in fp32, err at most twice as
-//          much as the median of PyTorch's gradients.
+//          gradients, against fp64: at most twice PyTorch's error under autocast, which the files hold. They
+//          hold none of the other tensors: activations and new weights, against the CPU in fp32, err at most
+//          twice as much as the median of PyTorch's gradients.
 #include <algorithm>
 #include <cmath>
 #include <cstdio>
@@ -30,6 +28,7 @@ namespace xmod {
 namespace {
 
 constexpr double kBound = 1e-5;
+constexpr double kWeightBound = 2 * kBound;  // either may be as far as that from what is exact
 constexpr int kSteps = 3;
 
 // ||a - b|| / ||b||; NaN where either holds one.
@@ -205,7 +204,8 @@ void compare_fp32(Table& table, TrainingRun run) {
     compare_tensors(table, "activation", cuda[step].activations, cpu[step].activations, kBound);
     compare_tensors(table, "gradient", with_gates_together(cuda[step].gradients),
                     with_gates_together(cpu[step].gradients), kBound);
-    compare_tensors(table, "weight", cuda[step].weights, cpu[step].weights, kBound);
+    // AdamW makes a whole step of a tiny gradient, whose rounding so counts as much as the gradient.
+    compare_tensors(table, "weight", cuda[step].weights, cpu[step].weights, kWeightBound);
   }
 }
 

@@ -57,7 +57,8 @@ class SameTrainingTest(RanksTest):
                         with self.subTest(name, accumulation=accumulation, ranks=ranks, tensor=tensor):
                             self.assertTrue(any(found[tensor]) or "router" in tensor or "gate" in tensor or
                                             "experts" in tensor)
-                            self.assertLessEqual(normalised_error(found[tensor], expected[tensor]), 1e-6)
+                            bound = 2e-6 if tensor.endswith("exp_avg_sq") else 1e-6  # squares err twice as much
+                            self.assertLessEqual(normalised_error(found[tensor], expected[tensor]), bound)
 
     def test_what_moves_without_a_gradient(self):
         """Thresholds, expert biases and the weight of deco's entropy."""
@@ -182,7 +183,8 @@ class CudaTest(RanksTest):
                         for ranks in (1, 2))
             expected = tensors(one / "step_00000001", "optimizer")
             for tensor, values in tensors(two / "step_00000001", "optimizer").items():
-                self.assertLessEqual(normalised_error(values, expected[tensor]), 1e-6, tensor)
+                bound = 2e-6 if tensor.endswith("exp_avg_sq") else 1e-6
+                self.assertLessEqual(normalised_error(values, expected[tensor]), bound, tensor)
 
 
     def test_shared_fp32_weights(self):
