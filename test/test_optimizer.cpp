@@ -264,7 +264,7 @@ TEST(Bf16Muon, ErrsAboutAsMuchAsFivePlainStepsInBf16) {
       const Matrix ours = orthogonalised(be, gradient);
       const double error = normalised_error(floats(ours), expected);
       EXPECT_LE(error,
-                2 * normalised_error(floats(newton_schulz_reference(gradient, in_bf16)), expected) + 0.01);
+                2 * normalised_error(floats(newton_schulz_reference(gradient, in_bf16)), expected) + 0.02);
       EXPECT_GT(error, 1e-4) << "this is no bf16";
       EXPECT_LE(svd(ours).sigma.front(), 1.25);
     }
