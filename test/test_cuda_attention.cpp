@@ -17,6 +17,8 @@
 #include <type_traits>
 #include <vector>
 
+#include "round_to_bf16.h"
+
 namespace xmod::cuda_attention_test {
 
 using Bf16 = __nv_bfloat16;
@@ -259,9 +261,6 @@ struct Reference {
 
 double exact(double x) {
   return x;
-}
-double round_to_bf16(double x) {
-  return static_cast<float>(static_cast<Bf16>(static_cast<float>(x)));
 }
 
 // Scores, softmax and the chain rule as the formulas say, row by row. `round` is applied to the factors of

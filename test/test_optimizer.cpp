@@ -140,6 +140,14 @@ Matrix with_spectrum(int64_t rows, int64_t cols, const Doubles& sigma) {
   return scaled * transpose(random.v);
 }
 
+// From 1 evenly down on a logarithmic scale.
+Doubles geometric_spectrum(int64_t count, double smallest) {
+  Doubles sigma;
+  for (int64_t i = 0; i < count; i++)
+    sigma.push_back(std::pow(smallest, static_cast<double>(i) / static_cast<double>(count - 1)));
+  return sigma;
+}
+
 // ---------------------------------------------------------------------------------------------------
 // Muon
 
@@ -171,8 +179,7 @@ struct MuonReference {
 };
 
 // O of a first step with this gradient, taken back out of the updated parameters.
-template <class Backend>
-Matrix orthogonalised(Backend& be, const Matrix& gradient) {
+Matrix orthogonalised(TestBackend& be, const Matrix& gradient) {
   const Floats zeros(gradient.values.size());
   const Guarded<float> param(be, zeros), momentum(be, zeros), grad(be, floats(gradient));
   const int64_t offset = 0;
@@ -204,9 +211,7 @@ TEST_F(PassTest, MuonMeetsTheOracleForRandomMatrices) {
 }
 
 TEST_F(PassTest, MuonMeetsTheOracleDownToThreeThousandths) {
-  // From 1 evenly down on a logarithmic scale, and one that is just 0.003 of all together.
-  Doubles sigma;
-  for (int i = 0; i < 23; i++) sigma.push_back(std::pow(0.01, i / 22.0));
+  Doubles sigma = geometric_spectrum(23, 0.01);  // and one that is just 0.003 of all together
   sigma.push_back(0.00301 * std::sqrt(dot(sigma, sigma)));
   const Matrix wide = with_spectrum(24, 67, sigma);
   EXPECT_GT(sigma.back(), 0.003 * wide.norm());
@@ -217,9 +222,7 @@ TEST_F(PassTest, MuonMeetsTheOracleDownToThreeThousandths) {
 // However the steps are computed: what rounding does to small singular values must not grow.
 TEST_F(PassTest, MuonIsExactForBadlyConditionedMatrices) {
   for (double smallest : {1e-2, 1e-4, 1e-6}) {
-    Doubles sigma;
-    for (int i = 0; i < 48; i++) sigma.push_back(std::pow(smallest, i / 47.0));
-    const Matrix wide = with_spectrum(48, 130, sigma);
+    const Matrix wide = with_spectrum(48, 130, geometric_spectrum(48, smallest));
     for (const Matrix& gradient : {wide, transpose(wide)}) {
       const Matrix expected = newton_schulz_reference(gradient);
       EXPECT_LE(normalised_error(floats(orthogonalised(be_, gradient)), expected.values), 3e-5) << smallest;
@@ -245,12 +248,8 @@ TEST(Bf16Muon, ErrsAboutAsMuchAsFivePlainStepsInBf16) {
   };
   std::vector<Matrix> gradients;
   for (const auto& [rows, cols] : {std::array<int64_t, 2>{48, 48}, {48, 130}, {64, 128}}) {
-    for (double smallest : {1.0, 1e-1, 1e-2, 1e-4}) {
-      Doubles sigma;
-      for (int64_t i = 0; i < rows; i++)
-        sigma.push_back(std::pow(smallest, static_cast<double>(i) / static_cast<double>(rows - 1)));
-      gradients.push_back(with_spectrum(rows, cols, sigma));
-    }
+    for (double smallest : {1.0, 1e-1, 1e-2, 1e-4})
+      gradients.push_back(with_spectrum(rows, cols, geometric_spectrum(rows, smallest)));
     for (double power : {0.5, 1.0}) {
       for (uint64_t seed : {1, 4, 7}) gradients.push_back(with_scaled_rows(rows, cols, 0.1, power, seed));
     }

@@ -185,13 +185,8 @@ template <int Lanes, class Floats>
     trade_blocks<Lanes / 2>(tile, std::make_integer_sequence<int, Lanes>{});
   } else {
     float values[Lanes][Lanes] = {};
-    const int64_t width = std::clamp<int64_t>(cols, 0, Lanes);
     for (int64_t i = 0; i < std::min<int64_t>(rows, Lanes); i++) {
-      if (from.col_stride == 1) {
-        std::memcpy(values[i], from.at(i, 0), static_cast<size_t>(width) * sizeof(float));
-      } else {
-        for (int64_t j = 0; j < width; j++) values[i][j] = *from.at(i, j);
-      }
+      for (int64_t j = 0; j < std::min<int64_t>(cols, Lanes); j++) values[i][j] = *from.at(i, j);
     }
     unrolled<Lanes>([&](auto i) { tile[i] = V::load(values[i]); });
   }

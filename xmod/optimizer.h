@@ -102,9 +102,8 @@ inline MuonShapes muon_shapes(const TensorTable& parameters, const OptimizerShar
 }
 
 // FLOPs that Newton-Schulz steps on a matrix cannot do without, and with which xmod/cpu_muon.h takes them in
-// fp32 (in bf16 it needs up to a fifth more where one size is three times the other). With R the smaller size
-// and L the larger: two products of 2 R R L FLOPs, and of symmetric ones, a half of two of that size and of
-// fourteen of 2 R R R.
+// fp32 (in bf16 with 9 R R L + 11 R R R). With R the smaller size and L the larger: two products of 2 R R L
+// FLOPs, and of symmetric ones, a half of two of that size and of fourteen of 2 R R R.
 inline int64_t newton_schulz_flops(int64_t rows, int64_t cols) {
   const int64_t R = std::min(rows, cols), L = std::max(rows, cols);
   return 6 * R * R * L + 14 * R * R * R;
